@@ -1,0 +1,47 @@
+# `make demo` and `make test` are all a newcomer needs; both set up everything they use.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: env demo test lint bench docs clean system
+
+env: system $(STAMP)
+
+# System packages only where this is root on a Debian system and something is missing; elsewhere the part that
+# needs a package says so itself.
+system:
+	@missing=""; \
+	command -v ip >/dev/null && command -v tc >/dev/null || missing="$$missing iproute2"; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3-venv"; \
+	if [ -n "$$missing" ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing$$missing"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; \
+	  else echo "note: not installed:$$missing (Debian: apt-get install$$missing)"; fi; \
+	fi
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "dovetail needs Python 3.11 or newer; set PYTHON="; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (about two minutes the first time)"
+	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: env
+	@$(BIN)/dovetail demo
+
+test: env lint
+	@$(BIN)/python -m pytest -q
+
+lint: env
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: env
+	@mkdir -p out
+	@$(BIN)/python benchmarks/merge.py --json out/merge.json
+
+clean:
+	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,116 @@
+"""Plan: what to do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from .errors import Error
+from .profile import Profile
+from .store import Bytes, Count, Index, Name, Noun, Record, Seconds
+
+MIB = 2**20
+
+
+class Bucket(Record, frozen=True, kw_only=True):
+    """Gradients that travel in one all-reduce: the tensors [start, stop) of the plan's ready order."""
+
+    start: Index
+    stop: Index
+    bytes: Bytes
+
+
+class Prediction(Record, frozen=True, kw_only=True):
+    """What the simulator says of one iteration, in seconds."""
+
+    iteration: Seconds
+    forward: Seconds
+    backward: Seconds
+    exposed: Seconds
+    """Communication that nothing hides: iteration − forward − backward."""
+    lower_bound: Seconds
+    """No plan of this kind can end an iteration earlier."""
+
+
+class Plan(Noun, frozen=True, kw_only=True):
+    """Buckets of gradients for one model on one network: which algorithm made them, from what, and what it predicts."""
+
+    kind: ClassVar[str] = "plan"
+
+    policy: Name
+    """The algorithm, by its name in `dovetail plan`."""
+    profile: Name
+    network: Name
+    workers: Count
+    batch: Count
+    tensors: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1)]
+    """Names of the parameters in gradient-ready order."""
+    dtypes: tuple[Name, ...]
+    """The distinct dtypes among them; torch packs each apart."""
+    buckets: Annotated[tuple[Bucket, ...], msgspec.Meta(min_length=1)]
+    prediction: Prediction
+
+    def check(self) -> None:
+        at = 0
+        for i, bucket in enumerate(self.buckets):
+            if bucket.start != at or bucket.stop <= bucket.start:
+                raise ValueError(
+                    f"buckets[{i}]: expected to start at tensor {at} and hold at least one, "
+                    f"got [{bucket.start}, {bucket.stop})"
+                )
+            at = bucket.stop
+        if at != len(self.tensors):
+            raise ValueError(f"buckets: expected to cover all {len(self.tensors)} tensors, got {at}")
+
+    @property
+    def bytes(self) -> int:
+        return sum(b.bytes for b in self.buckets)
+
+    def caps_mib(self) -> list[float]:
+        """One cap per bucket, as torch takes them: a bucket closes once it holds at least its cap.
+
+        torch multiplies by 2**20 and truncates to an integer; 2**20 is a power of two, so no byte is lost.
+        """
+        return [b.bytes / MIB for b in self.buckets]
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Keywords that make torch's own DistributedDataParallel follow this plan.
+
+        `DDP(model, **plan.ddp_kwargs())`, Lightning's and Fabric's `DDPStrategy(**plan.ddp_kwargs())`, Ray Train's
+        `prepare_model(model, parallel_strategy_kwargs=plan.ddp_kwargs())`. torch orders the tensors by the order in
+        which rank 0 saw them ready in the first iteration and applies the caps from the second on.
+        """
+        if len(self.dtypes) > 1:
+            raise Error(
+                f"plan for {self.profile!r}: torch's bucket list starts again for every dtype, so it cannot carry a plan "
+                f"for a model with {', '.join(self.dtypes)}; leave the plan out and DDP's default applies"
+            )
+        return {"bucket_cap_mb_list": self.caps_mib()}
+
+    def apply(self, target: Any) -> None:
+        """Makes an `accelerate.Accelerator` or a `transformers.Trainer` follow this plan; call before training."""
+        from dovetail.train.integrations import apply  # the one look upwards, and only when called
+
+        apply(self, target)
+
+
+def from_cuts(
+    cuts: list[int], profile: Profile, *, policy: str, network: str, workers: int, batch: int, prediction: Prediction
+) -> Plan:
+    """A plan from the end index of every bucket."""
+    starts = [0, *cuts[:-1]]
+    return Plan(
+        policy=policy,
+        profile=profile.name,
+        network=network,
+        workers=workers,
+        batch=batch,
+        tensors=tuple(t.name for t in profile.tensors),
+        dtypes=tuple(sorted({t.dtype for t in profile.tensors})),
+        buckets=tuple(
+            Bucket(start=a, stop=b, bytes=sum(t.bytes for t in profile.tensors[a:b]))
+            for a, b in zip(starts, cuts, strict=True)
+        ),
+        prediction=prediction,
+    )

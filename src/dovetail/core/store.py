@@ -1,0 +1,149 @@
+"""Reading and writing the nouns as JSON: strict on the way in, atomic on the way out.
+
+A stored noun is one JSON object whose first two fields say what it is: ``"kind"`` ("profile", "network", …) and
+``"version"``. A reader accepts exactly the versions it knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+
+from .errors import Error, InputError
+
+Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Index = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a noun: frozen, compared by value, strict about its fields."""
+
+
+class Noun(Record, frozen=True, kw_only=True):
+    """A thing that is stored in a file of its own."""
+
+    kind: ClassVar[str]
+    version: ClassVar[int] = 1
+
+    def check(self) -> None:
+        """Raises ValueError("field: what was expected") for what types cannot say. Called by `read`."""
+
+
+N = TypeVar("N", bound=Noun)
+
+
+def read(path: str | Path, noun: type[N]) -> N:
+    """The noun stored in `path`; an InputError that names file and field if it is not one."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise InputError(path, "", f"cannot be read: {(e.strerror or str(e)).lower()}") from None
+    except UnicodeDecodeError:
+        raise InputError(path, "", "expected JSON text in UTF-8, got something else") from None
+    return decode(text, noun, path)
+
+
+def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as e:
+        cut_off = e.pos >= len(text.rstrip())
+        what = "the file ends in the middle (truncated?)" if cut_off else e.msg.lower()
+        raise InputError(path, f"line {e.lineno} column {e.colno}", f"expected valid JSON: {what}") from None
+    except RecursionError:
+        raise InputError(path, "", "expected a dovetail file, got JSON nested too deeply") from None
+    if not isinstance(data, dict):
+        raise InputError(path, "", f"expected a JSON object with a {noun.kind}, got {type(data).__name__}")
+    kind, version = data.pop("kind", None), data.pop("version", None)
+    if kind != noun.kind:
+        raise InputError(path, "kind", f"expected {noun.kind!r}, got {kind!r}" if kind else f"missing, expected {noun.kind!r}")
+    if version != noun.version or isinstance(version, bool):
+        got = "missing" if version is None else f"got {version!r}"
+        raise InputError(path, "version", f"expected {noun.version}, {got}; this dovetail reads no other version")
+    for field, number in _not_finite(data):
+        raise InputError(path, field, f"expected a finite number, got {number}")
+    try:
+        value = msgspec.convert(data, noun)
+        value.check()
+    except msgspec.ValidationError as e:
+        field, expected = _explain(str(e))
+        raise InputError(path, field, expected) from None
+    except ValueError as e:
+        field, _, expected = str(e).partition(": ")
+        raise InputError(path, field, expected) from None
+    return value
+
+
+def encode(noun: Noun) -> str:
+    data: dict[str, Any] = {"kind": noun.kind, "version": noun.version}
+    data.update(msgspec.to_builtins(noun))
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def write(path: str | Path, noun: Noun) -> None:
+    """Stores the noun; whatever happens, `path` holds the old content or the new, never a part."""
+    write_text(path, encode(noun))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Replaces a text file in one step."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place if the block succeeds, and vanishes if it does not."""
+    path = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    except OSError as e:
+        raise Error(f"{path}: cannot be written: {(e.strerror or str(e)).lower()}") from None
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 would hide the file from the user's colleagues
+        temporary.replace(path)
+    except IsADirectoryError:
+        raise Error(f"{path}: cannot be written: is a directory") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _not_finite(value: Any, at: str = "") -> Iterator[tuple[str, float]]:
+    """Where in a JSON tree a NaN or an infinity stands: Python's reader lets both pass."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield at, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_finite(item, f"{at}.{key}" if at else str(key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _not_finite(item, f"{at}[{i}]")
+
+
+def _explain(message: str) -> tuple[str, str]:
+    """msgspec's "Expected `int`, got `str` - at `$.layers[0].name`" as (field, sentence)."""
+    what, _, where = message.partition(" - at `$")
+    field = where.rstrip("`").lstrip(".")
+    if missing := re.search(r"missing required field `(\w+)`", what):
+        return f"{field}.{missing[1]}" if field else missing[1], "missing"
+    if unknown := re.search(r"unknown field `(\w+)`", what):
+        return f"{field}.{unknown[1]}" if field else unknown[1], "unknown field"
+    what = re.sub(r"of length >= 1$", "that is not empty", what.replace("`", ""))
+    return field, what[:1].lower() + what[1:]

@@ -1,0 +1,84 @@
+"""Timeline: what happens, predicted or measured, in one shape."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from .store import Bytes, Name, Noun, Record, Seconds
+
+SpanKind = Literal["forward", "backward", "communication", "optimizer", "wait"]
+
+
+class Span(Record, frozen=True, kw_only=True):
+    """Who did what, when. Times in seconds from the start of the iteration."""
+
+    track: Name
+    """Where: "rank 0/compute", "rank 0/network"; the part before the slash groups tracks."""
+    name: Name
+    kind: SpanKind
+    start: Seconds
+    stop: Seconds
+    bytes: Bytes = 0
+
+    @property
+    def duration(self) -> float:
+        return self.stop - self.start
+
+
+class Timeline(Noun, frozen=True, kw_only=True):
+    """Spans of one iteration, or of several on end."""
+
+    kind: ClassVar[str] = "timeline"
+
+    name: Name
+    source: Literal["predicted", "measured"]
+    emulated: bool = False
+    spans: tuple[Span, ...]
+
+    def check(self) -> None:
+        for i, span in enumerate(self.spans):
+            if span.stop < span.start:
+                raise ValueError(f"spans[{i}].stop: expected at least start ({span.start}), got {span.stop}")
+
+    @property
+    def duration(self) -> float:
+        if not self.spans:
+            return 0.0
+        return max(s.stop for s in self.spans) - min(s.start for s in self.spans)
+
+    def busy(self, kind: SpanKind) -> float:
+        """Seconds spent in spans of one kind on the busiest track; overlapping spans count once."""
+        tracks: dict[str, list[tuple[float, float]]] = {}
+        for s in self.spans:
+            if s.kind == kind:
+                tracks.setdefault(s.track, []).append((s.start, s.stop))
+        return max((_covered(intervals) for intervals in tracks.values()), default=0.0)
+
+
+class Comparison(Record, frozen=True, kw_only=True):
+    """A prediction beside what happened; errors are relative to what happened."""
+
+    predicted: Seconds
+    measured: Seconds
+    error: float
+    by_kind: dict[str, tuple[float, float]]
+    """Busy seconds per kind: (predicted, measured)."""
+
+
+def compare(predicted: Timeline, measured: Timeline) -> Comparison:
+    kinds: tuple[SpanKind, ...] = ("forward", "backward", "communication")
+    return Comparison(
+        predicted=predicted.duration,
+        measured=measured.duration,
+        error=predicted.duration / measured.duration - 1 if measured.duration else 0.0,
+        by_kind={k: (predicted.busy(k), measured.busy(k)) for k in kinds},
+    )
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        if stop > end:
+            total += stop - max(start, end)
+            end = stop
+    return total
