@@ -68,7 +68,9 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
         raise InputError(path, "", f"expected a JSON object with a {noun.kind}, got {type(data).__name__}")
     kind, version = data.pop("kind", None), data.pop("version", None)
     if kind != noun.kind:
-        raise InputError(path, "kind", f"expected {noun.kind!r}, got {kind!r}" if kind else f"missing, expected {noun.kind!r}")
+        raise InputError(
+            path, "kind", f"expected {noun.kind!r}, got {kind!r}" if kind else f"missing, expected {noun.kind!r}"
+        )
     if version != noun.version or isinstance(version, bool):
         got = "missing" if version is None else f"got {version!r}"
         raise InputError(path, "version", f"expected {noun.version}, {got}; this dovetail reads no other version")
@@ -139,7 +141,7 @@ def _not_finite(value: Any, at: str = "") -> Iterator[tuple[str, float]]:
 
 def _explain(message: str) -> tuple[str, str]:
     """msgspec's "Expected `int`, got `str` - at `$.layers[0].name`" as (field, sentence)."""
-    what, _, where = message.partition(" - at `$")
+    what, _, where = message.replace(" - at `key` in `$", " as a name - at `$").partition(" - at `$")
     field = where.rstrip("`").lstrip(".")
     if missing := re.search(r"missing required field `(\w+)`", what):
         return f"{field}.{missing[1]}" if field else missing[1], "missing"
