@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from dovetail.core.network import Network
 
 MIB = 2**20
+MODEL = """mlp, cnn, gpt; hf:resnet-50, hf:bert-base, hf:gpt2, hf:vit-base, with options as in
+"hf:bert-base?layers=4"; or a Python file that defines model(), batch(size) and, where needed, loss(output)."""
 START_SECONDS = 90.0
 """What starting the ranks may take beside measuring, on a busy machine."""
 
 
 def profile(
-    model: Annotated[str, typer.Argument(metavar="SCRIPT|MODEL", help="What to measure; see the guide for the forms.")],
+    model: Annotated[str, typer.Argument(metavar="SCRIPT|MODEL", help=MODEL)],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the profile.")] = Path("job.json"),
-    batch: Annotated[int | None, typer.Option(min=1, help="Local batch; default: the workload's own.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Local batch.")] = 16,
     batches: Annotated[
-        str | None, typer.Option(metavar="1,2,4", help="Further local batches, to plan for others than --batch.")
+        str | None,
+        typer.Option(metavar="1,2,4", help="Other local batches to measure too; default: a half and a quarter."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps for each batch.")] = 20,
     name: Annotated[str | None, typer.Option(help="The profile's name; default: the model's.")] = None,
@@ -35,18 +38,17 @@ def profile(
     from dovetail.core import store
     from dovetail.view import tables
 
-    others = inputs.counts(batches) if batches else []
-    with shell.working(f"loading {model}") as step:
+    sizes = sorted({batch, *inputs.counts(batches)}) if batches else None
+    with shell.working(f"loading {model}") as tell:
         workload = measure.load(model)
-        step(f"measuring {workload.name}", 0.0)
         found = measure.profile(
             workload.model,
-            workload.make_batch(batch) if batch else workload.make_batch(),
+            workload.make_batch(batch),
             loss=workload.loss,
-            batches=others,
+            batches=sizes,
             steps=steps,
             name=name or workload.name,
-            progress=step,
+            progress=tell,
         )
     store.write(output, found)
     shell.wrote(output)

@@ -49,7 +49,7 @@ def plan(
         chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy)
         compared = planning.compare(job, net, workers=workers, batch=batch)
     if all(p.policy != chosen.policy for p in compared):
-        compared = sorted([chosen, *compared], key=lambda p: (p.prediction.iteration, len(p.buckets)))
+        compared = [chosen, *compared]
     if png:
         from dovetail.view.png import plan_png
 
@@ -59,7 +59,7 @@ def plan(
     shell.wrote(output)
     sentences = explain.explain(chosen, compared, net)
     if json:
-        plans = [shell.builtins(p) for p in compared]
+        plans = [shell.builtins(p) for p in tables.by_promise(compared)]
         shell.emit({"chosen": chosen.policy, "written": str(output), "explanation": sentences, "plans": plans})
     else:
         shell.show(tables.plans(compared, chosen=chosen), "", *sentences)

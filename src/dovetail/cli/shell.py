@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from dovetail.core.store import Noun
 
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, and nothing else there.")]
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction that is done."""
+
+
+class Tell(Protocol):
+    """Called with what is being done and, where known, the fraction that is done."""
+
+    def __call__(self, text: str, fraction: float | None = None, /) -> None: ...
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -61,12 +65,12 @@ def wrote(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[Progress]:
-    """Shows on stderr that work goes on: a bar on a terminal, one line elsewhere."""
+def working(what: str) -> Iterator[Tell]:
+    """Shows on stderr that work goes on: a bar and a clock on a terminal; elsewhere one line per thing begun."""
     err = console(stderr=True)
     if not err.is_terminal:
         say(f"{what} …")
-        yield lambda text, fraction: None
+        yield lambda text, fraction=None, /: say(f"{text} …") if fraction is None else None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -74,7 +78,9 @@ def working(what: str) -> Iterator[Progress]:
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(what, total=None)
 
-        def step(text: str, fraction: float) -> None:
-            bar.update(task, description=text or what, total=1.0, completed=fraction)
+        def tell(text: str, fraction: float | None = None, /) -> None:
+            bar.update(task, description=text)
+            if fraction is not None:
+                bar.update(task, total=1.0, completed=fraction)
 
-        yield step
+        yield tell

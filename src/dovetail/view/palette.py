@@ -28,6 +28,9 @@ LOOKS: dict[str, Look] = {
 }
 """By span kind; "exposed" is the part of communication that no computation of the same rank hides."""
 
-SERIES: tuple[str, ...] = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
-"""For lines that stand for policies."""
-MARKERS = "osD^vP*X"
+SERIES: tuple[str, ...] = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+    *("#8c564b", "#7f7f7f", "#000000", "#999933", "#882255", "#44aa99"),
+)
+"""For lines that stand for policies; told apart by MARKERS too."""
+MARKERS = "osD^vPX*<>hd"

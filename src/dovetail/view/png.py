@@ -15,6 +15,7 @@ from dovetail.core.timeline import Timeline
 
 from . import tracks, units
 from .palette import LOOKS, MARKERS, SERIES
+from .tables import by_promise
 
 if TYPE_CHECKING:
     from dovetail.simulate.scale import ScalePoint
@@ -51,17 +52,10 @@ def _draw_tracks(axis: Any, timeline: Timeline, rows: list[tuple[str, list[Any]]
     for row, (track, spans) in enumerate(rows):
         lanes = tracks.lanes(spans)
         height = 0.8 / len(lanes)
-        # White edges part neighbouring spans; among hundreds they would hide the colour.
-        edge = 0.6 if len(spans) <= 80 else 0.0
         for i, lane in enumerate(lanes):
             drawn = tracks.pieces(lane, computing.get(tracks.group(track)))
-            for look in dict.fromkeys(p.look for p in drawn):
-                used.add(look)
-                bars = [((p.start - origin) * 1e3, (p.stop - p.start) * 1e3) for p in drawn if p.look == look]
-                bottom = row - 0.4 + i * height
-                axis.broken_barh(
-                    bars, (bottom, height), facecolors=LOOKS[look].color, edgecolors="white", linewidth=edge
-                )
+            used |= {p.look for p in drawn}
+            _bars(axis, drawn, origin, row - 0.4 + i * height, height)
             if len(lanes) == 1:
                 for p in drawn:
                     _label(axis, p, origin, row)
@@ -72,11 +66,21 @@ def _draw_tracks(axis: Any, timeline: Timeline, rows: list[tuple[str, list[Any]]
     axis.set_axisbelow(True)
 
 
+def _bars(axis: Any, drawn: Sequence[tracks.Piece], origin: float, bottom: float, height: float) -> None:
+    """One bar per piece. White edges part wide neighbours; they would hide a narrow bar, which keeps its own colour."""
+    left, right = axis.get_xlim()
+    for look in dict.fromkeys(p.look for p in drawn):
+        bars = [((p.start - origin) * 1e3, (p.stop - p.start) * 1e3) for p in drawn if p.look == look]
+        color = LOOKS[look].color
+        edges = ["white" if width > 0.006 * (right - left) else color for _, width in bars]
+        axis.broken_barh(bars, (bottom, height), facecolors=color, edgecolors=edges, linewidth=0.5)
+
+
 def _label(axis: Any, piece: tracks.Piece, origin: float, row: int) -> None:
     """Writes a span's name into its bar where there is room: 0.075 inch per letter, on 3/4 of the picture's width."""
     left, right = axis.get_xlim()
     inches = (piece.stop - piece.start) * 1e3 / (right - left) * WIDTH * 0.75
-    name = next((n for n in (piece.name, piece.name.partition(" (")[0]) if inches > 0.075 * (len(n) + 1)), None)
+    name = next((n for n in tracks.short(piece.name) if inches > 0.075 * (len(n) + 1)), None)
     if name:
         color = "white" if piece.look in ("backward", "exposed", "optimizer") else "black"
         middle = ((piece.start + piece.stop) / 2 - origin) * 1e3
@@ -93,12 +97,13 @@ def plan_png(profile: Profile, network: Network, plans: Sequence[Plan], path: st
     """Every policy's predicted iteration on one time axis: above, computing; below, its all-reduces, one per bucket."""
     from dovetail.simulate.iteration import simulate
 
-    ordered = sorted(plans, key=lambda p: (p.prediction.iteration, len(p.buckets)))
+    ordered = by_promise(plans)
     if not ordered:
         raise Error(f"{path}: nothing to draw: there is no plan")
     figure = _figure(WIDTH, 0.5 * len(ordered) + 1.6)
     axis = figure.subplots()
     longest = max(p.prediction.iteration for p in ordered) * 1e3
+    axis.set_xlim(0, (longest or 1.0) * 1.2)
     for row, plan in enumerate(ordered):
         _draw_plan(axis, row, plan, simulate(plan, profile, network))
         text = f" {units.seconds(plan.prediction.iteration)}, {units.count(len(plan.buckets), 'bucket')}"
@@ -106,7 +111,6 @@ def plan_png(profile: Profile, network: Network, plans: Sequence[Plan], path: st
     bound = min(p.prediction.lower_bound for p in ordered) * 1e3
     axis.axvline(bound, color="#444444", linestyle="--", linewidth=0.9)
     axis.text(bound, -0.62, "lower bound ", ha="right", va="bottom", fontsize=8, color="#444444")
-    axis.set_xlim(0, (longest or 1.0) * 1.2)
     axis.set_ylim(len(ordered) - 0.4, -1.0)
     axis.set_yticks(range(len(ordered)), [p.policy for p in ordered], fontsize=9)
     axis.set_xlabel("time since the start of the iteration (ms)")
@@ -123,48 +127,52 @@ def _draw_plan(axis: Any, row: int, plan: Plan, timeline: Timeline) -> None:
     for look, start, duration in (("forward", 0.0, r.forward), ("backward", r.forward, r.backward)):
         axis.barh(row - 0.2, duration * 1e3, left=start * 1e3, height=0.34, color=LOOKS[look].color)
     spans = [s for s in timeline.spans if s.kind == "communication"]
-    edge = 0.6 if len(spans) <= 80 else 0.0
-    for p in tracks.pieces(spans, tracks.computing(timeline).get("rank 0")):
-        color, length = LOOKS[p.look].color, (p.stop - p.start) * 1e3
-        axis.barh(row + 0.18, length, left=p.start * 1e3, height=0.34, color=color, edgecolor="white", linewidth=edge)
+    drawn = tracks.pieces(spans, tracks.computing(timeline).get("rank 0"))
+    _bars(axis, drawn, 0.0, row + 0.01, 0.34)
 
 
 def scale_png(points: Sequence[ScalePoint], path: str | Path, *, title: str = "") -> None:
-    """Predicted speed-up over one worker, one line per policy, beside the ideal; both axes logarithmic."""
+    """Left: predicted speed-up over one worker, both axes logarithmic. Right: its share of the ideal."""
     if not points:
         raise Error(f"{path}: nothing to draw: there is no point")
-    figure = _figure(8.0, 5.4)
-    axis = figure.subplots()
+    figure = _figure(WIDTH + 1, 5.6)
+    speed, share = figure.subplots(1, 2)
     workers = sorted({p.workers for p in points})
-    axis.plot(workers, workers, color="#444444", linestyle="--", linewidth=1, label="ideal")
-    by_policy: dict[str, list[ScalePoint]] = {}
-    for p in points:
-        by_policy.setdefault(p.policy, []).append(p)
+    speed.plot(workers, workers, color="#444444", linestyle="--", linewidth=1, label="ideal")
+    share.axhline(100, color="#444444", linestyle="--", linewidth=1)
+    lines: dict[str, list[ScalePoint]] = {}
+    for p in sorted(points, key=lambda p: p.workers):
+        lines.setdefault(p.policy, []).append(p)
     # The legend lists the policies in the order in which their lines end, so that the eye finds them.
-    for i, (policy, line) in enumerate(sorted(by_policy.items(), key=lambda item: -item[1][-1].speedup)):
-        line.sort(key=lambda p: p.workers)
-        axis.plot(
-            [p.workers for p in line],
-            [p.speedup for p in line],
-            color=SERIES[i % len(SERIES)],
-            marker=MARKERS[i % len(MARKERS)],
-            markersize=4.5,
-            linewidth=1.6,
-            label=policy,
-        )
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    axis.set_xticks(workers[:: max(1, len(workers) // 12)])
-    for which in (axis.xaxis, axis.yaxis):
-        which.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.3g}")
-        which.set_minor_locator(_no_ticks())
-    axis.set_xlabel("workers")
-    axis.set_ylabel("speed-up over one worker")
-    axis.set_title(f"predicted: {title}" if title else "predicted speed-up", loc="left", fontsize=10.5)
-    axis.grid(color="#dddddd", linewidth=0.6)
-    axis.legend(frameon=False, fontsize=8.5)
-    _clean(axis)
+    by_end = sorted(lines.items(), key=lambda item: -item[1][-1].speedup)
+    for i, (policy, line) in enumerate(by_end):
+        look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4.5}
+        x = [p.workers for p in line]
+        speed.plot(x, [p.speedup for p in line], linewidth=1.5, label=policy, **look)
+        share.plot(x, [100 * p.speedup / p.workers for p in line], linewidth=1.5, **look)
+    for axis in (speed, share):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(workers[:: -(-len(workers) // 7)])
+        axis.set_xlabel("workers")
+        axis.grid(color="#dddddd", linewidth=0.6)
+        _plain_numbers(axis.xaxis)
+        _clean(axis)
+    speed.set_yscale("log", base=2)
+    _plain_numbers(speed.yaxis)
+    speed.set_ylabel("speed-up over one worker")
+    share.set_ylim(0, 105)
+    share.set_ylabel("share of the ideal speed-up (%)")
+    figure.suptitle(f"predicted: {title}" if title else "predicted", x=0.01, ha="left", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=min(5, len(lines) + 1), frameon=False, fontsize=8.5)
     _save(figure, path)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """1,024 instead of 2¹⁰, and no ticks in between."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.3g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def _figure(width: float, height: float) -> Any:
@@ -176,12 +184,6 @@ def _figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: no window system, no state left behind
     return figure
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
 
 
 def _clean(axis: Any) -> None:

@@ -54,7 +54,7 @@ def profile(p: Profile, *, top: int = TOP_LAYERS) -> RenderableType:
         for batch in batches:
             f, b = p.forward_time(batch), p.backward_time(batch)
             times.add_row(str(batch), units.seconds(f), units.seconds(b), units.seconds((f + b) / batch))
-        parts.append(times)
+        parts += [Text(), times]
     return Group(*parts)
 
 
@@ -87,18 +87,23 @@ def _collective(name: str, c: Collective) -> list[RenderableType]:
 
 def plans(compared: Sequence[Plan], *, chosen: Plan | None = None, baseline: str = "ddp") -> RenderableType:
     """Every policy's prediction, best first; the chosen one is marked."""
-    ordered = sorted(compared, key=lambda p: (p.prediction.iteration, len(p.buckets), p.policy))
-    base = next((p for p in ordered if p.policy == baseline), None)
-    columns = ["", "policy", ">buckets", ">iteration", ">exposed", ">above bound"]
+    base = next((p for p in compared if p.policy == baseline), None)
+    columns = ["   policy", ">buckets", ">iteration", ">exposed", ">above bound"]
     table = _table(*columns, *([f">against {baseline}"] if base else []))
-    for p in ordered:
+    for p in by_promise(compared):
         r, mark = p.prediction, chosen is not None and p.policy == chosen.policy
-        row = ["->" if mark else "", p.policy, f"{len(p.buckets):,}", units.seconds(r.iteration)]
+        row = [f"{'->' if mark else '  '} {p.policy}", f"{len(p.buckets):,}", units.seconds(r.iteration)]
         row += [units.seconds(r.exposed), above(r.iteration, r.lower_bound)]
         if base:
             row.append(above(r.iteration, base.prediction.iteration))
         table.add_row(*row, style="bold" if mark else "")
     return table
+
+
+def by_promise(compared: Sequence[Plan]) -> list[Plan]:
+    """Plans by predicted iteration; among those within a thousandth of each other, fewer buckets first."""
+    best = min((p.prediction.iteration for p in compared), default=0.0) or 1.0
+    return sorted(compared, key=lambda p: (round(p.prediction.iteration / best, 3), len(p.buckets), p.policy))
 
 
 def buckets(p: Plan) -> RenderableType:
@@ -144,6 +149,8 @@ def scale(points: Sequence[ScalePoint]) -> RenderableType:
     best = {w: max(at.get((name, w), 0.0) for name in policies) for w in workers}
     parts: list[RenderableType] = []
     for columns in (workers[i : i + SCALE_COLUMNS] for i in range(0, len(workers), SCALE_COLUMNS)):
+        if parts:
+            parts.append(Text())
         table = _table("workers", *(f">{w:,}" for w in columns))
         for name in policies:
             cells = [at.get((name, w)) for w in columns]
@@ -161,7 +168,7 @@ def above(value: float, reference: float) -> str:
 
 def _table(*columns: str) -> Table:
     """Columns whose name starts with ">" are right-aligned."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
     for name in columns:
         right = name.startswith(">")
         table.add_column(name.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")

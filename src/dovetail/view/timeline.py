@@ -87,8 +87,7 @@ def _runs(
     signs = [(LOOKS[k].ascii if plain else LOOKS[k].sign) if k else " " for k in looks]
     for p in drawn:
         first, last = round((p.start - origin) / step), min(round((p.stop - origin) / step), cells)
-        # "bucket 3 (12 tensors)" where that fits, else "bucket 3".
-        name = next((n for n in (p.name, p.name.partition(" (")[0]) if last - first >= len(n) + 2), None)
+        name = next((n for n in tracks.short(p.name) if last - first >= len(n) + 2), None)
         if name and len(set(looks[first:last])) == 1:
             at = first + (last - first - len(name)) // 2
             signs[at : at + len(name)] = list(name)
@@ -115,6 +114,7 @@ def axis(longest: float, cells: int) -> str:
     while i * tick <= longest * (1 + 1e-9):
         text = f"|{i * tick * factor:.4g} {unit}"
         at = round(i * tick / longest * cells)
+        text = text if at + len(text) <= cells else "|"
         if at + len(text) <= cells:
             line[at : at + len(text)] = list(text)
         i += 1

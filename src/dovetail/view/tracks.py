@@ -29,6 +29,13 @@ def thread(track: str) -> str:
     return track.partition("/")[2] or track
 
 
+def short(name: str) -> tuple[str, ...]:
+    """A span's name, and what may stand for it where space is short: "bucket 3 (12 tensors)", "bucket 3", "3"."""
+    plain = name.partition(" (")[0]
+    number = plain.removeprefix("bucket ")
+    return (name, plain, number) if number.isdecimal() else (name, plain)
+
+
 def by_track(timeline: Timeline) -> dict[str, list[Span]]:
     """Spans per track in order of time. Ranks in numeric order; within a rank, tracks as they first appear."""
     tracks: dict[str, list[Span]] = {}
