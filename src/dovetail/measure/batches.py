@@ -53,7 +53,8 @@ def resized(
     args, kwargs = parts(batch)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[torch.arange(samples, device=tensor.device) % len(tensor)].to(device)
+        rows = tensor.detach()[torch.arange(samples, device=tensor.device) % len(tensor)].to(device)
+        return rows.requires_grad_(tensor.requires_grad)
 
     return tuple(cut(t) for t in args), {key: cut(t) for key, t in kwargs.items()}
 

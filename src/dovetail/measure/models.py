@@ -48,7 +48,7 @@ def load(spec: str) -> Workload:
         return _built_in(spec)
     if spec.startswith("hf:"):
         return _hugging_face(spec)
-    if not Path(spec).suffix and not Path(spec).exists() and "/" not in spec:
+    if not spec or not (Path(spec).suffix or "/" in spec or Path(spec).exists()):
         raise Error(f"no model {spec!r}: expected one of {', '.join(BUILT_IN + HUGGING_FACE)}, or a Python file")
     return _from_file(Path(spec))
 
