@@ -59,7 +59,8 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
-        cut_off = e.pos >= len(text.rstrip())
+        # A string is "unterminated" only where the text ends inside it.
+        cut_off = e.pos >= len(text.rstrip()) or e.msg.startswith("Unterminated string")
         what = "the file ends in the middle (truncated?)" if cut_off else e.msg.lower()
         raise InputError(path, f"line {e.lineno} column {e.colno}", f"expected valid JSON: {what}") from None
     except RecursionError:
