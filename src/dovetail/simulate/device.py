@@ -19,8 +19,8 @@ from dovetail.core.errors import Error
 from dovetail.core.profile import ParameterTensor, Profile
 from dovetail.core.timeline import Span
 
-# Seconds by which the processor may run ahead of the emulated device in forward, as it does with a GPU's queue. It
-# absorbs Python and late wake-ups, which would otherwise add up over the layers.
+# Seconds by which the processor may run ahead of the emulated device in forward, as it does with a GPU's queue, so
+# that hooks which find nothing to wait for cost the device nothing.
 AHEAD = 0.002
 
 
@@ -68,26 +68,34 @@ class EmulatedModel(nn.Module):
         self.ready_stamps: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the layers on the device's own clock: a layer starts when the device is free and its modules' hooks
-        have returned, so that a hook that waits for the network delays the device, and Python does not."""
+        """Runs the layers on the device's own clock, whose deadlines do not move when the processor is late.
+
+        A module's hooks run before its layer. The time that they take, for instance to wait for the network, is the
+        only thing that can delay the device: it starts the layer when it is free and the hooks have returned.
+        """
         start = self._free = time.perf_counter()
+        out = x.detach().to(torch.float64).mean().to(torch.float32)
+        self._scale = float(out)
+        if torch.is_grad_enabled():
+            out = self._chain(out)
         for modules, seconds in self._forward:
+            before = time.perf_counter()
             for module in modules:
                 module(x)
-            self._free = max(self._free, time.perf_counter()) + seconds
+            after = time.perf_counter()
+            self._free = max(self._free, min(after, self._free + after - before)) + seconds
             _sleep_until(self._free - AHEAD)
-        mean = x.detach().to(torch.float64).mean()
-        self._scale = float(mean)
-        out = mean.to(torch.float32)
-        if torch.is_grad_enabled():
-            # backward runs the chain from its end to its beginning: _Start, the gradients as they get ready, _Stop.
-            chain = _Stop.apply(self._root, self)  # type: ignore[no-untyped-call]
-            for gradient in reversed(self._ready):
-                chain = _Ready.apply(chain, gradient.parameter, gradient, self)  # type: ignore[no-untyped-call]
-            out = _Start.apply(chain, out, self)  # type: ignore[no-untyped-call]
         _sleep_until(self._free)
         self.forward_span = (start, time.perf_counter())
         return out
+
+    def _chain(self, out: Tensor) -> Tensor:
+        """The graph of one iteration. backward runs it from end to beginning: _Start, each gradient as it is ready,
+        and _Stop."""
+        chain = _Stop.apply(self._root, self)  # type: ignore[no-untyped-call]
+        for gradient in reversed(self._ready):
+            chain = _Ready.apply(chain, gradient.parameter, gradient, self)  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Start.apply(chain, out, self))  # type: ignore[no-untyped-call]
 
     def spans(self, *, track: str = "rank 0/compute", origin: float | None = None) -> tuple[Span, Span]:
         """Forward and backward of the last iteration as they really went, in seconds from `origin` (its start)."""
@@ -116,12 +124,14 @@ class _Gradient:
         self.parameter = parameter
         self.ready = ready
         """Seconds from the start of backward."""
-        self._buffer: Tensor | None = None
+        self._buffer = torch.ones_like(
+            parameter, requires_grad=False
+        )  # touched now, so that no iteration pays for its pages
 
     def make(self, scale: float) -> Tensor:
         parameter, held = self.parameter.detach(), self.parameter.grad
         buffer = self._buffer
-        if buffer is None or (held is not None and held.data_ptr() == buffer.data_ptr()):
+        if held is not None and held.data_ptr() == buffer.data_ptr():
             # The gradient of an earlier iteration still stands in the buffer and is about to be added to.
             buffer = self._buffer = torch.empty_like(parameter)
         torch.mul(parameter, scale, out=buffer)
