@@ -8,7 +8,7 @@ import tempfile
 
 import ray
 import torch
-from ray.train import RunConfig, ScalingConfig, get_context, report
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from sklearn.datasets import load_digits
 from torch import nn
@@ -33,7 +33,8 @@ def work(config):
     model = prepare_model(net(), parallel_strategy_kwargs=config["plan"].ddp_kwargs())
     loader = prepare_data_loader(DataLoader(digits(), batch_size=64, shuffle=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(3):
+    losses = []
+    for _ in range(3):
         total = 0.0
         for x, y in loader:
             optimizer.zero_grad()
@@ -41,9 +42,8 @@ def work(config):
             loss.backward()
             optimizer.step()
             total += loss.item()
-        report({"loss": total / len(loader), "buckets": buckets(model)})
-        if get_context().get_world_rank() == 0:
-            print(f"epoch {epoch}: loss {total / len(loader):.3f}", flush=True)
+        losses.append(total / len(loader))
+    return losses, buckets(model)
 
 
 def main():
@@ -56,7 +56,7 @@ def main():
         profile = dovetail.measure.profile(net(), digits()[:64][0])
         plan = dovetail.plan(profile, dovetail.measure.preset("10gbe-2"))
 
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=True)
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory() as folder:
             scaling = ScalingConfig(num_workers=2, use_gpu=False)
@@ -66,11 +66,13 @@ def main():
                 scaling_config=scaling,
                 run_config=RunConfig(storage_path=folder),
             )
-            result = trainer.fit()
+            losses, used = trainer.fit().return_value
     finally:
         ray.shutdown()
+    for epoch, loss in enumerate(losses):
+        print(f"epoch {epoch}: loss {loss:.3f}")
     print(f"plan by {plan.policy}: buckets of {[b.bytes for b in plan.buckets]} bytes")
-    print(f"torch uses buckets of {result.metrics['buckets']} bytes", flush=True)
+    print(f"torch uses buckets of {used} bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def agree(plan: Plan) -> Plan:
 def buckets(model: Any) -> list[int]:
     """Bytes of the buckets that torch uses in a wrapped model, in the order of the gradients.
 
-    Empty before the second step, when torch puts them into that order. Finds the DistributedDataParallel inside
+    Empty before the third step: in the second torch puts them into that order. Finds the DistributedDataParallel inside
     whatever a training library has put around it.
     """
     from torch.nn.parallel import DistributedDataParallel

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,14 @@ from dovetail.core.plan import Plan
 from dovetail.core.store import read
 from dovetail.train.integrations import check_environment
 
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+# A process runs this first and then becomes `python *argv[2:]`: from now on the kernel sends it SIGTERM when the parent
+# that argv[1] names is gone (1 is PR_SET_PDEATHSIG). Without effect where there is no prctl, outside Linux.
+_DYING_WITH_PARENT = """
+import ctypes, os, signal, sys
+getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]): os._exit(1)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 _RUN = "DOVETAIL_RUN"  # names one run of `train` in the environment of all its processes
 
 
@@ -40,7 +47,8 @@ def train(script: str | Path, *, workers: int, plan: str | Path | None = None, a
     _check(script, plan)
     if workers < 1:
         raise Error(f"workers: expected at least 1, got {workers}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command = [sys.executable, "-c", _DYING_WITH_PARENT, str(os.getpid())]
+    command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command += ["-m", "dovetail.train.run", *(["--plan", str(plan)] if plan else []), str(script), *args]
     run = uuid.uuid4().hex
     defaults = {
@@ -52,7 +60,6 @@ def train(script: str | Path, *, workers: int, plan: str | Path | None = None, a
         command,
         env={**defaults, **os.environ, _RUN: run},
         start_new_session=True,  # Ctrl-C in a terminal reaches it through us only, once
-        preexec_fn=_dying_with(os.getpid(), signal.SIGTERM),
     )
     received: list[int] = []
     try:
@@ -96,8 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="passed on to the script")
     given = parser.parse_args(argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank outlives torchrun only to hang; anyone else's child may go on
-        _dying_with(os.getppid(), signal.SIGKILL)()
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # Without torchrun a rank would only hang: the kernel ends it when torchrun dies.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     try:
         _check(given.script, given.plan)
     except Error as e:
@@ -131,19 +139,6 @@ def _run(script: str, args: Sequence[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _dying_with(parent: int, signum: signal.Signals) -> Callable[[], None]:
-    """What a process does first so that the kernel sends it `signum` when `parent` is gone. Nothing outside Linux."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def ask() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signum)
-            if os.getppid() != parent:  # it went before we could ask
-                os._exit(1)
-
-    return ask
-
-
 @contextlib.contextmanager
 def _forwarding(process: subprocess.Popen[bytes], received: list[int]) -> Iterator[None]:
     """Passes the first signal on to `process`, which then ends its own children; a second one kills it."""
@@ -158,7 +153,8 @@ def _forwarding(process: subprocess.Popen[bytes], received: list[int]) -> Iterat
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals; its own handling applies
         return
-    before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    wanted = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, forward) for s in wanted}  # what is ignored (nohup) stays ignored
     try:
         yield
     finally:
