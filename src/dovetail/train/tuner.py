@@ -147,18 +147,25 @@ class Tuner:
         for turn in range(tuning.rounds):
             order = [i for i in range(len(plans)) if i not in dropped]
             for i in reversed(order) if turn % 2 else order:
-                self._next = self._baseline if i == 0 else reducer.bucket_config(plans[i].caps_mib())
-                for _ in range(tuning.settle):
-                    yield
-                mine = []
-                for _ in range(tuning.steps):
-                    mine.append((yield).total)
-                # A rank that came late to the step saw the shortest version of it, the one without waiting for itself.
-                times[i] += agree.smallest(mine, self._group, self._device)
+                times[i] += yield from self._try(plans, i)
             best = min(float(np.median(t)) for t in times if t)
             dropped |= {i for i in order if i and np.median(times[i]) > best * (1 + tuning.drop)}
             self.report = replace(self.report, trials=_trials(plans, times, dropped))
         self._keep(plans)
+
+    def _try(self, plans: list[Plan], which: int) -> Generator[None, Step, list[float]]:
+        """Seconds that steps take with one candidate, the same on all ranks."""
+        self._use(plans, which)
+        for _ in range(self._tuning.settle):
+            yield
+        mine = []
+        for _ in range(self._tuning.steps):
+            mine.append((yield).total)
+        # A rank that came late to the step saw the shortest version of it, the one without waiting for itself.
+        return agree.smallest(mine, self._group, self._device)
+
+    def _use(self, plans: list[Plan], which: int) -> None:
+        self._next = reducer.bucket_config(plans[which].caps_mib()) if which else self._baseline
 
     def _keep(self, plans: list[Plan]) -> None:
         trials = self.report.trials
@@ -166,7 +173,7 @@ class Tuner:
         if trials[fastest].median > trials[0].median * (1 - self._tuning.margin):
             fastest = 0
         fastest = agree.from_first(fastest, self._group, self._device)
-        self._next = self._baseline if fastest == 0 else reducer.bucket_config(plans[fastest].caps_mib())
+        self._use(plans, fastest)
         self.report = replace(self.report, state="done", kept=trials[fastest], plan=plans[fastest] if fastest else None)
         if dist.get_rank(self._group) == 0:
             log.info("%s", self.report)
