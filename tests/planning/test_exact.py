@@ -135,6 +135,21 @@ def test_fewest_reaches_counts_beyond_its_first_guess() -> None:
     assert chosen == rules.per_tensor(stream)
 
 
+@pytest.mark.parametrize("tolerance", [0.001, 0.01, 0.05])
+def test_fewest_of_a_long_stream_is_the_first_count_within_tolerance(tolerance: float) -> None:
+    rng = random.Random(5)
+    counts = set()
+    for latency in (0.05, 0.5, 2.0):
+        stream = Stream(tuple(sorted(rng.uniform(0, 120) for _ in range(90))), tuple(rng.choices(range(1, 9), k=90)))
+        cost = AffineCost(latency, 0.25)
+        best = merge.objective(stream, merge.optimal(stream, cost), cost)
+        by_count = merge.best_per_count(stream, cost, len(stream))
+        within = [k for k, cuts in by_count.items() if merge.objective(stream, cuts, cost) <= (1 + tolerance) * best]
+        assert len(merge.fewest(stream, cost, tolerance=tolerance)) == min(within)
+        counts.add(min(within))
+    assert max(counts) > 4, "more than the first guess"
+
+
 def test_the_best_partition_for_every_count_is_found_and_impossible_counts_are_refused() -> None:
     for stream, cost in oracle.instances(23, 500, longest=7):
         ends: dict[int, float] = {}

@@ -99,7 +99,7 @@ def fewest(stream: Stream, cost: Cost, *, tolerance: float = 0.01) -> list[int]:
     layers = min(most, len(fill(stream)) + 3)
     while True:
         reached, back = _by_count(stream, cost, layers)
-        within = np.flatnonzero(np.maximum(reached[:, -1], stream.backward) <= budget)
+        within = np.flatnonzero(reached[:, -1] <= budget)
         if len(within):
             return _walk_layers(back, int(within[0]))
         if layers == most:
