@@ -160,20 +160,23 @@ def table(
     time(SMALLEST, WARMUP)
     t0, t1 = min(time(SMALLEST, LEAST)), min(time(middle, LEAST))
     slope = max(0.0, t1 - t0) / max(1, middle - SMALLEST)
-    fine = sizes(max_bytes, ranks, factor=2)
-    expected = sum((LEAST + WARMUP) * (t0 + slope * size) for size in fine)
-    grid = fine if expected <= budget / 2 else sizes(max_bytes, ranks, factor=4)
 
+    def least(sizes: Sequence[int]) -> float:
+        """Seconds that the fewest repeats of these sizes take, as far as is known by now."""
+        return sum((WARMUP + LEAST) * (t0 + slope * size) for size in sizes)
+
+    fine = sizes(max_bytes, ranks, factor=2)
+    grid = fine if least(fine) <= budget / 2 else sizes(max_bytes, ranks, factor=4)
     samples: list[Sample] = []
-    last = 0.0
     for i, size in enumerate(grid):
         left = budget - (elapsed() - start)
-        # A larger message takes longer in proportion at most, so this does not stop too late.
-        if len(samples) >= 2 and (LEAST + WARMUP) * last * size / samples[-1].bytes > left:
+        if len(samples) >= 2 and least([size]) > left:
             break
         last = min(time(size, WARMUP))
-        # What small messages leave of their share goes on to the larger ones.
-        count = repeats_within(left / (len(grid) - i) - WARMUP * last, last, repeats)
+        slope = max(slope, (last - t0) / size)
+        # The larger sizes get their fewest repeats before this one gets more than its own.
+        spare = left - WARMUP * last - least(grid[i + 1 :])
+        count = repeats_within(spare / (len(grid) - i), last, repeats)
         samples.append(Sample(bytes=size, seconds=quantiles(time(size, count))))
     return tuple(samples)
 
