@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from dovetail.core.network import Network
+    from dovetail.core.network import CollectiveName, Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
     from dovetail.core.store import Noun
@@ -34,6 +34,15 @@ def counts(text: str) -> list[int]:
             found.add(low)
             low *= 2
     return sorted(found)
+
+
+def collectives(text: str) -> list[CollectiveName]:
+    from dovetail.core.network import COLLECTIVES
+
+    wanted = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in wanted if name not in COLLECTIVES]:
+        raise typer.BadParameter(f"expected some of {', '.join(COLLECTIVES)}, got {unknown[0]!r}")
+    return [name for name in COLLECTIVES if name in wanted]
 
 
 def png_path(path: Path | None) -> Path | None:

@@ -12,18 +12,22 @@ import typer
 from . import inputs, shell
 
 if TYPE_CHECKING:
-    from dovetail.core.network import Network
+    from dovetail.core.network import CollectiveName, Network
 
 MIB = 2**20
 MODEL = """mlp, cnn, gpt; hf:resnet-50, hf:bert-base, hf:gpt2, hf:vit-base, with options as in
 "hf:bert-base?layers=4"; or a Python file that defines model(), batch(size) and, where needed, loss(output)."""
+EMULATED = "DOVETAIL_EMULATED"
+"""Set for ranks whose network is rate-limited on purpose."""
 START_SECONDS = 90.0
 """What starting the ranks may take beside measuring, on a busy machine."""
 
 
 def profile(
     model: Annotated[str, typer.Argument(metavar="SCRIPT|MODEL", help=MODEL)],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the profile.")] = Path("job.json"),
+    output: Annotated[Path, typer.Option("-o", "--output", dir_okay=False, help="Where to write the profile.")] = Path(
+        "job.json"
+    ),
     batch: Annotated[int, typer.Option(min=1, help="Local batch.")] = 16,
     batches: Annotated[
         str | None,
@@ -59,7 +63,9 @@ def profile(
 
 
 def network(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the network.")] = Path("net.json"),
+    output: Annotated[Path, typer.Option("-o", "--output", dir_okay=False, help="Where to write the network.")] = Path(
+        "net.json"
+    ),
     preset: Annotated[
         str | None, typer.Option(metavar="10gbe-16", help="Published figures instead of a measurement: FABRIC-RANKS.")
     ] = None,
@@ -70,6 +76,9 @@ def network(
     ] = None,
     max_mib: Annotated[float, typer.Option(min=0.001, help="The largest message, in MiB.")] = 64,
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 20,
+    collectives: Annotated[
+        str, typer.Option(metavar="NAME,NAME", help="What to measure; plans of buckets need all_reduce only.")
+    ] = "all_reduce,reduce_scatter,all_gather,all_to_all",
     name: Annotated[str | None, typer.Option(help="The network's name.")] = None,
     json: shell.Json = False,
 ) -> None:
@@ -80,7 +89,7 @@ def network(
     from dovetail.core import store
     from dovetail.view import tables
 
-    max_bytes = int(max_mib * MIB)
+    names = inputs.collectives(collectives)
     if preset and (workers or rate):
         raise typer.BadParameter("takes neither --workers nor --rate: a preset is not measured", param_hint="--preset")
     if preset:
@@ -90,12 +99,13 @@ def network(
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if workers or rate:
             raise typer.BadParameter("--workers and --rate start ranks, but this already is one (RANK is set)")
-        measured = _measure_group(max_bytes, seconds, name, emulated="DOVETAIL_EMULATED" in os.environ)
+        measured = _measure_group(names, int(max_mib * MIB), seconds, name)
         if measured is None:
             return  # rank 0 speaks for all
         found = measured
     else:
-        found = _measure_here(workers or 2, rate, max_mib, seconds, name)
+        options = ["--max-mib", str(max_mib), "--seconds", str(seconds), "--collectives", ",".join(names)]
+        found = _measure_here(workers or 2, rate, seconds, name, options)
     store.write(output, found)
     shell.wrote(output)
     if json:
@@ -104,7 +114,9 @@ def network(
         shell.show(tables.network(found))
 
 
-def _measure_group(max_bytes: int, seconds: float, name: str | None, *, emulated: bool) -> Network | None:
+def _measure_group(
+    collectives: list[CollectiveName], max_bytes: int, seconds: float, name: str | None
+) -> Network | None:
     """Measures the group that torchrun, or `_measure_here`, has started; the network on rank 0, None elsewhere."""
     import torch.distributed as dist
 
@@ -113,7 +125,13 @@ def _measure_group(max_bytes: int, seconds: float, name: str | None, *, emulated
     dist.init_process_group("nccl" if _has_nccl() else "gloo")
     try:
         with shell.working(f"measuring {dist.get_world_size()} ranks, about {seconds:g} s"):
-            found = measure.network(max_bytes=max_bytes, budget=seconds, name=name, emulated=emulated)
+            found = measure.network(
+                max_bytes=max_bytes,
+                collectives=collectives,
+                budget=seconds,
+                name=name,
+                emulated=EMULATED in os.environ,
+            )
         return found if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
@@ -126,7 +144,7 @@ def _has_nccl() -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
-def _measure_here(workers: int, rate: str | None, max_mib: float, seconds: float, name: str | None) -> Network:
+def _measure_here(workers: int, rate: str | None, seconds: float, name: str | None, options: list[str]) -> Network:
     """Starts this same command once per rank, on loopback or on an emulated network, and reads what it wrote."""
     import contextlib
 
@@ -143,8 +161,7 @@ def _measure_here(workers: int, rate: str | None, max_mib: float, seconds: float
         shell.working(f"measuring {workers} ranks on {links}, about {seconds:g} s"),
     ):
         file = Path(folder, "net.json")
-        argv = ["-m", "dovetail", "network", "-o", str(file), "--name", name]
-        argv += ["--max-mib", f"{max_mib}", "--seconds", f"{seconds}"]
-        env = {"DOVETAIL_EMULATED": "1"} if rate else {}
+        argv = ["-m", "dovetail", "network", "-o", str(file), "--name", name, *options]
+        env = {EMULATED: "1"} if rate else {}
         launch(argv, ranks=workers, network=wires, timeout=3 * seconds + START_SECONDS, env=env)
         return store.read(file, Network)

@@ -35,7 +35,9 @@ def plan(
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="The policy to use; `auto` chooses a robust one no slower than ddp.")
     ] = "auto",
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.json"),
+    output: Annotated[Path, typer.Option("-o", "--output", dir_okay=False, help="Where to write the plan.")] = Path(
+        "plan.json"
+    ),
     png: Png = None,
     json: shell.Json = False,
 ) -> None:
@@ -45,7 +47,7 @@ def plan(
     from dovetail.view import explain, tables
 
     job, net = inputs.read_profile(profile), inputs.read_network(network)
-    with shell.working("planning"):
+    with shell.working("planning", brief=True):
         chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy)
         compared = planning.compare(job, net, workers=workers, batch=batch)
     if all(p.policy != chosen.policy for p in compared):
@@ -73,7 +75,9 @@ def simulate(
     network: Annotated[
         str | None, typer.Option(metavar="net.json", help=f"{NETWORK} Default: the one that the plan names.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the timeline.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", dir_okay=False, help="Where to write the timeline.")
+    ] = None,
     png: Png = None,
     json: shell.Json = False,
 ) -> None:
@@ -122,7 +126,7 @@ def scale(
     names = [n.strip() for n in policies.split(",")] if policies else list(COMPARED)
     numbers = inputs.counts(workers)
     points = []
-    with shell.working("predicting") as step:
+    with shell.working("predicting", brief=True) as step:
         for i, number in enumerate(numbers):
             step(f"predicting {number:,} workers", i / len(numbers))
             points += predict(job, net, workers=[number], policies=names)

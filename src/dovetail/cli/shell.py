@@ -65,9 +65,15 @@ def wrote(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[Tell]:
-    """Shows on stderr that work goes on: a bar and a clock on a terminal; elsewhere one line per thing begun."""
+def working(what: str, *, brief: bool = False) -> Iterator[Tell]:
+    """Shows on stderr that work goes on: a bar and a clock on a terminal; elsewhere one line per thing begun.
+
+    What is `brief` mostly ends within two seconds and shows nothing elsewhere.
+    """
     err = console(stderr=True)
+    if not err.is_terminal and brief:
+        yield lambda text, fraction=None, /: None
+        return
     if not err.is_terminal:
         say(f"{what} …")
         yield lambda text, fraction=None, /: say(f"{text} …") if fraction is None else None

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def view(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Profiles, networks, plans or timelines.")],
     perfetto: Annotated[
-        Path | None, typer.Option(metavar="out.json", help="Also write the timelines for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(metavar="out.json", dir_okay=False, help="Also write the timelines for ui.perfetto.dev."),
     ] = None,
     png: Annotated[
         Path | None,

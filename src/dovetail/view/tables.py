@@ -67,7 +67,7 @@ def network(n: Network) -> RenderableType:
     if n.source:
         parts.append(Text(f"source: {n.source}", style="dim"))
     for name, collective in n.collectives.items():
-        parts += _collective(name, collective)
+        parts += [*([Text()] if collective.samples else []), *_collective(name, collective)]
     return Group(*parts)
 
 
