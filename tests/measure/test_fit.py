@@ -133,3 +133,9 @@ def test_sizes_that_cannot_be_paid_for_are_left_out() -> None:
     samples = Emulated(1e-3, 1e-6).table(2**30, budget=2)
     assert len(samples) >= 2
     assert samples[-1].bytes < 2**20
+
+
+def test_the_largest_size_gets_its_fewest_repeats_before_smaller_ones_get_more() -> None:
+    samples = Emulated(1e-4, 1e-8).table(2**24, budget=1.5)
+    assert samples[-1].bytes == 2**24
+    assert samples[0].seconds.samples == 20

@@ -145,6 +145,24 @@ def test_a_layer_called_twice_gets_the_sum_and_its_gradient_is_ready_at_the_end(
     assert [t.name for t in found.tensors] == ["1.weight", "0.weight"]
 
 
+def test_a_gradient_that_comes_in_parts_is_ready_when_the_last_part_is() -> None:
+    """A checkpoint of the re-entrant kind runs a backward pass of its own, which accumulates at once."""
+    clock = FakeClock()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice, self.once = Slow(clock, 1, 2), Slow(clock, 10, 20)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.twice, x, use_reentrant=True)
+            return checkpoint(self.twice, self.once(x), use_reentrant=True)
+
+    found = measured(Net(), torch.ones(1, 1, requires_grad=True), clock=clock)
+    assert [t.name for t in found.tensors] == ["once.weight", "twice.weight"]
+    assert found.tensors[-1].ready == pytest.approx(20 + 2 * (1 + 2))
+
+
 def test_a_recomputed_checkpoint_counts_to_the_layers_it_recomputes() -> None:
     clock = FakeClock()
 
