@@ -24,17 +24,6 @@ def check_environment() -> None:
         raise Error("DDP_SET_LAST_BUCKET_CAP=1 makes torch apply bucket caps in reverse: unset it to use a plan")
 
 
-def check_fits(plan: Plan, module: Any) -> None:
-    """Refuses a plan that was made for another model: torch would follow its caps without a word."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    nbytes = sum(p.numel() * p.element_size() for p in trained)
-    if (len(trained), nbytes) != (len(plan.tensors), plan.bytes):
-        raise Error(
-            f"plan for {plan.profile!r} does not fit this model: expected {len(plan.tensors)} tensors and {plan.bytes} "
-            f"bytes of gradients, got {len(trained)} and {nbytes}"
-        )
-
-
 def agree(plan: Plan) -> Plan:
     """Rank 0's plan, on every rank. All ranks call it together, after the process group exists.
 
@@ -88,22 +77,21 @@ def apply(plan: Plan, target: Any) -> None:
         )
     check_environment()
     plan.ddp_kwargs()  # says so where torch cannot carry the plan
-    _check_accelerator(accelerator)
+    _check_accelerator(plan, accelerator)
     if target is not accelerator:
         _check_trainer(plan, target)
     accelerator.ddp_handler = _with_caps(accelerator.ddp_handler, agree(plan).caps_mib())
 
 
-def _check_accelerator(accelerator: Any) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
+def _check_accelerator(plan: Plan, accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
     if kind in _WITHOUT_DDP:
         raise Error(
             f"plan.apply: this accelerator trains with {kind}, which has none of DistributedDataParallel's buckets"
         )
-    if any(isinstance(model, DistributedDataParallel) for model in accelerator._models):
-        raise Error("plan.apply: too late, the model is already wrapped; call it before prepare() or train()")
+    # Accelerate remembers what it prepared; a plan for a second, different model still comes in time.
+    if any(_size(model) == (len(plan.tensors), plan.bytes) for model in accelerator._models):
+        raise Error("plan.apply: too late, the model is already prepared; call it before prepare() or train()")
     handler = accelerator.ddp_handler
     if handler is not None and handler.find_unused_parameters and not handler.static_graph:
         raise Error(
@@ -114,7 +102,12 @@ def _check_accelerator(accelerator: Any) -> None:
 
 def _check_trainer(plan: Plan, trainer: Any) -> None:
     """What only a Trainer can tell: its model, and whether it writes DDP's arguments anew when training starts."""
-    check_fits(plan, trainer.model)
+    tensors, nbytes = _size(trainer.model)
+    if (tensors, nbytes) != (len(plan.tensors), plan.bytes):
+        raise Error(
+            f"plan for {plan.profile!r} does not fit this model: expected {len(plan.tensors)} tensors and {plan.bytes} "
+            f"bytes of gradients, got {tensors} and {nbytes}"
+        )
     wrap = getattr(type(trainer), "_wrap_model", None)
     if "ddp_handler" in getattr(getattr(wrap, "__code__", None), "co_names", ()):
         import transformers
@@ -123,6 +116,12 @@ def _check_trainer(plan: Plan, trainer: Any) -> None:
             f"plan.apply: transformers {transformers.__version__} sets DistributedDataParallel's arguments again when "
             "training starts, so a plan would be lost; it needs a newer transformers (5 is tested)"
         )
+
+
+def _size(module: Any) -> tuple[int, int]:
+    """(tensors, bytes) that get a gradient."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return len(trained), sum(p.numel() * p.element_size() for p in trained)
 
 
 def _with_caps(handler: Any, caps_mib: list[float]) -> Any:
