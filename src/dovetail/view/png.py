@@ -41,7 +41,7 @@ def timeline_png(timelines: Sequence[Timeline], path: str | Path) -> None:
         end = timeline.duration * 1e3
         axis.axvline(end, color="#444444", linewidth=0.8, linestyle="--")
         axis.set_title(_timeline_title(timeline, len(tracks.by_track(timeline)) - len(rows)), loc="left", fontsize=9.5)
-    axes[-1].set_xlabel("time since the start of the iteration (ms)")
+    axes[-1].set_xlabel("time (ms)")
     _legend(figure, used)
     _save(figure, path)
 
@@ -88,7 +88,7 @@ def _label(axis: Any, piece: tracks.Piece, origin: float, row: int) -> None:
 
 
 def _timeline_title(t: Timeline, left_out: int) -> str:
-    title = f"{t.source}{', emulated' if t.emulated else ''}: {t.name}, {units.seconds(t.duration)} per iteration, "
+    title = f"{t.source}{', emulated' if t.emulated else ''}: {t.name}, {units.seconds(t.duration)}, "
     title += f"{units.seconds(tracks.exposed(t))} of communication exposed"
     return title + (f" ({units.count(left_out, 'more track')} not shown)" if left_out else "")
 
