@@ -139,3 +139,13 @@ def test_the_largest_size_gets_its_fewest_repeats_before_smaller_ones_get_more()
     samples = Emulated(1e-4, 1e-8).table(2**24, budget=1.5)
     assert samples[-1].bytes == 2**24
     assert samples[0].seconds.samples == 20
+
+
+def test_hiccups_of_small_messages_do_not_forbid_large_ones() -> None:
+    class Hiccups(Emulated):
+        def of(self, nbytes: int) -> float:
+            return super().of(nbytes) + (5e-3 if nbytes in (2048, 4096, 16384) else 0.0)
+
+    samples = Hiccups(1e-4, 1e-9).table(2**26, budget=10)
+    assert [s.bytes for s in samples] == [2**k for k in range(10, 27)]
+    assert all(s.seconds.samples == 20 for s in samples[:-3])

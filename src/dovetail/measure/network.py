@@ -173,7 +173,8 @@ def table(
         if len(samples) >= 2 and least([size]) > left:
             break
         last = min(time(size, WARMUP))
-        slope = max(slope, (last - t0) / size)
+        if size > middle:  # a small message tells nothing of bandwidth: a hiccup there would forbid all large ones
+            slope = max(0.0, last - t0) / size
         # The larger sizes get their fewest repeats before this one gets more than its own.
         spare = left - WARMUP * last - least(grid[i + 1 :])
         count = repeats_within(spare / (len(grid) - i), last, repeats)
