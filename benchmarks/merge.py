@@ -1,4 +1,4 @@
-"""Gradient merging: dovetail's plan against DDP's default, a sweep of bucket caps, one bucket per tensor, and one bucket.
+"""Gradient merging: dovetail's plan against DDP's default, a sweep of bucket caps, one bucket per tensor, one in all.
 
 Devices are emulated (they wait for layer times whose proportions were measured on this machine), gradients are real and
 cross real links limited to a rate (network namespaces, so root is needed). All contestants take turns in the same
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from common import Check, arguments, console, finish, quantiles
 from rich.table import Table
 
+from common import Check, arguments, console, finish, quantiles
 from dovetail import measure
 from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, TableCost
@@ -45,7 +45,7 @@ REGIMES = [
     Regime("balanced", 0.2, 0.5),
     Regime("latency-bound", 0.2, 0.5, 0.010),
 ]
-MODELS = {"ResNet-50": "hf:resnet-50?image=64", "BERT-like": "hf:bert-base?layers=12&hidden=256&heads=4&length=32"}
+MODELS = {"ResNet-50": "resnet50", "BERT-like": "hf:bert-base?layers=12&hidden=256&heads=4&length=32"}
 
 
 def main() -> None:
@@ -188,6 +188,7 @@ import numpy as np, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from dovetail import DistributedDataParallel
+from dovetail.simulate.channel import leave
 from dovetail.simulate.launch import report
 
 torch.set_num_threads(1)
@@ -212,8 +213,7 @@ times = [t[3:] for t in times]
 # Neighbours in time share the state of the machine: compare pair by pair.
 ratios = np.array(times[1]) / np.array(times[0])
 report([float(np.median(times[0])), float(np.median(times[1])), *np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()])
-dist.barrier()
-dist.destroy_process_group()
+leave()
 """
 
 

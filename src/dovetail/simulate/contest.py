@@ -25,6 +25,7 @@ from dovetail.core import store
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
+from dovetail.core.timeline import Timeline
 
 DOVETAIL = "dovetail"
 """The contestant that plans for itself."""
@@ -41,7 +42,7 @@ class Spec(store.Record, frozen=True, kw_only=True):
     seed: int
     latency: float | None
     """Seconds that every all-reduce waits in addition, on an in-order channel; None for gloo as it is."""
-    tuning: dict[str, float]
+    tuning: dict[str, int | float]
 
 
 class Entry(store.Record, frozen=True, kw_only=True):
@@ -65,6 +66,8 @@ class Outcome(store.Record, frozen=True, kw_only=True):
     """dovetail's plan; None where it kept torch's own buckets."""
     explained: str
     tuning_steps: int
+    timelines: dict[str, Timeline]
+    """One recorded iteration of the first rank, for torch's default and for dovetail."""
 
     def entry(self, policy: str) -> Entry:
         return next(e for e in self.entries if e.policy == policy)
@@ -89,7 +92,7 @@ def run(
     settle: int = 2,
     steps: int = 3,
     seed: int = 0,
-    tuning: dict[str, float] | None = None,
+    tuning: dict[str, int | float] | None = None,
     timeout: float = 1800,
     on_line: Callable[[str], None] | None = None,
 ) -> Outcome:
@@ -130,9 +133,10 @@ def _rank(spec: Spec) -> Any:
     from dovetail import measure, planning
     from dovetail.train import agree, reducer
     from dovetail.train.ddp import DistributedDataParallel
+    from dovetail.train.record import SETTLE
     from dovetail.train.tuner import Tuning
 
-    from .channel import register
+    from .channel import leave, register
     from .device import emulated
 
     torch.set_num_threads(1)
@@ -181,6 +185,13 @@ def _rank(spec: Spec) -> Any:
                 step()
             times[name] += agree.largest([step() for _ in range(spec.steps)], group, device)
         _say(f"round {turn + 1} of {spec.rounds}")
+    timelines = {}
+    for name in ("ddp", DOVETAIL):
+        reducer.exchange(model, configs[name])
+        with model.record() as recording:
+            for _ in range(SETTLE + 1):
+                step()
+        timelines[name] = msgspec.structs.replace(recording.timeline(emulated=True), name=name)
     outcome = Outcome(
         network=network,
         entries=tuple(
@@ -196,9 +207,9 @@ def _rank(spec: Spec) -> Any:
         kept=kept,
         explained=str(report),
         tuning_steps=report.steps,
+        timelines=timelines,
     )
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return msgspec.to_builtins(outcome)
 
 
