@@ -133,14 +133,6 @@ def open_devices(devices: Devices, shape: Shape, duty: float, rules: Rules) -> M
     return mask
 
 
-def open_device(devices: Devices, shape: Shape, duty: float, d: int, rules: Rules) -> bool:
-    """The same question about one device."""
-    room = max(int(devices.ephemeral[d]), shape.ephemeral_bytes) + int(devices.persistent[d]) + shape.persistent_bytes
-    count = int(devices.count[d])
-    under = rules.max_residents == 1 or count == 0 or float(devices.load[d]) + duty <= rules.duty_cap + EPSILON
-    return bool(devices.exists[d]) and room <= devices.cluster.device_bytes and count < rules.max_residents and under
-
-
 def spread(shape: Shape, rules: Rules) -> int:
     """How many devices the job asks for."""
     if not rules.fold or shape.pinned:

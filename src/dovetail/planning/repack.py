@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from dovetail.core.job import Shape
 
-from .pack import EPSILON, Devices, Rules, admit, open_device, open_devices
+from .pack import Devices, Rules, admit, open_devices
 
 
 
-def move(devices: Devices, freed: Iterable[int], rules: Rules) -> tuple[int, int, int] | None:
-    """One move (job, from, to) that evens out the load, or None.
+def crowded(devices: Devices) -> list[tuple[float, int]]:
+    """Jobs that share devices, the most crowded first: the mean load that others put on the job's devices."""
+    shared = np.flatnonzero(devices.count > 1)
+    keys = {key for d in shared for key in devices.residents[d]}
+    return sorted(((_crowd(devices, key), key) for key in keys), reverse=True)
 
-    From the fullest device of the same node to a freed one, if the job's duty is smaller than the difference: then the
-    worse of the two devices gets better. Between nodes where jobs may be anywhere.
+
+def _crowd(devices: Devices, key: int) -> float:
+    holding = devices.holdings[key]
+    return float(devices.load[holding.devices].mean()) - holding.duty
+
+
+def relocate(devices: Devices, key: int, rules: Rules, *, gain: float = 0.25) -> list[int] | None:
+    """Better devices for a resident, or None: those that would admit it now, if others load them less by `gain`.
+
+    Tried on the books and undone: changes nothing. Burst stages stay where their parameters are.
     """
-    node = devices.cluster.node
-    best: tuple[float, int, int, int] | None = None
-    for to in freed:
-        low = 0 if rules.locality != "node" else to // node * node
-        high = devices.cluster.devices if rules.locality != "node" else min(low + node, devices.cluster.devices)
-        for source in range(low, high):
-            gap = float(devices.load[source] - devices.load[to])
-            if gap <= EPSILON or (best is not None and gap <= best[0]):
-                continue
-            for key in devices.residents[source]:
-                holding = devices.holdings[key]
-                if holding.shape.pinned or to in holding.devices or holding.duty >= gap - EPSILON:
-                    continue
-                if open_device(devices, holding.shape, holding.duty, to, rules):
-                    best = (gap, key, source, to)
-                    break
-    return None if best is None else best[1:]
+    holding = devices.holdings[key]
+    if holding.shape.pinned:
+        return None
+    before, mine = _crowd(devices, key), list(holding.devices)
+    devices.remove(key)
+    found = admit(devices, holding.shape, rules)
+    after = float(devices.load[found].mean()) if found is not None else np.inf
+    devices.add(key, holding.shape, mine)
+    if found is None or after > before - gain:
+        return None
+    # Devices that it keeps stay in their places.
+    kept = [d for d in mine if d in found]
+    return kept + [d for d in found if d not in kept]
 
 
 def widen(devices: Devices, key: int, shape: Shape, rules: Rules) -> int | None:

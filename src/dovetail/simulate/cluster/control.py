@@ -13,12 +13,16 @@ from dovetail.core.job import Job, Shape
 from dovetail.planning.pack import Cluster, Devices, Mask, admit, why
 from dovetail.planning.schedulers import Policy
 from dovetail.planning.priority import Rank, Standing, chosen, rank
-from dovetail.planning.repack import move, narrow, widen
+from dovetail.planning.repack import crowded, narrow, relocate, widen
 
 from .fluid import FluidEngine
 from .tasks import Costs, TaskEngine
 
 NEVER = float("inf")
+WORTH_MOVING = 20
+"""A job moves only if it will run for so many times the cost of a move."""
+MOST_TRIED = 8
+"""Residents that are looked at after each departure."""
 Engine = TaskEngine | FluidEngine
 Class = tuple[Shape, int, int]
 """Jobs that are admitted or refused together: shape, partition, fewest workers."""
@@ -35,8 +39,8 @@ class Ticket:
     phase_end: float = 0.0
     running: bool = False
     leaving: bool = False
-    change: tuple[str, int, int] | None = None
-    """What happens at its next boundary: ("move", from, to), ("widen", device, 0), ("narrow", count, 0)."""
+    change: tuple[int, list[int]] | None = None
+    """What happens at its next boundary: workers more or fewer, and its devices from then on."""
     devices: tuple[int, ...] = ()
     lease_start: float = 0.0
     first_start: float = NEVER
@@ -163,7 +167,10 @@ class Controller:
             return False
         shape, devices = s.shape, list(t.devices)
         if t.change is not None:
-            shape, devices = self._changed(t, shape, devices)
+            more, devices = t.change
+            t.change = None
+            if more:
+                shape = t.job.shape(t.phase, shape.width + more)
         if s.done >= t.phase_end - 1e-9:
             shape, devices = self._next_phase(key, t, devices)
         delay = 0.0
@@ -177,20 +184,6 @@ class Controller:
             t.devices, s.shape = tuple(devices), shape
         self.engine.resume(key, shape, devices, until=t.phase_end, delay=delay)
         return False
-
-    def _changed(self, t: Ticket, shape: Shape, devices: list[int]) -> tuple[Shape, list[int]]:
-        assert t.change is not None
-        kind, a, b = t.change
-        t.change = None
-        if kind == "move":
-            devices[devices.index(a)] = b
-        elif kind == "widen":
-            devices.append(a)
-            shape = t.job.shape(t.phase, shape.width + 1)
-        else:
-            del devices[-a:]
-            shape = t.job.shape(t.phase, shape.width - a)
-        return shape, devices
 
     def _next_phase(self, key: int, t: Ticket, devices: list[int]) -> tuple[Shape, list[int]]:
         """Fewer workers give their devices back; more take open ones, and share those they have where none is open."""
@@ -288,7 +281,7 @@ class Controller:
             self._narrow()
         if not self.freed:
             return
-        freed, self.freed = self.freed, set()
+        self.freed.clear()
         if self.num_waiting:
             return
         for key in sorted(self.elastic):
@@ -297,25 +290,33 @@ class Controller:
                 wider = t.job.shape(t.phase, t.standing.shape.width + 1)
                 extra = widen(self.books, key, wider, self.policy.rules)
                 if extra is not None:
-                    self._plan(key, ("widen", extra, 0), extra)
-        for _ in range(len(freed)):
-            found = move(self.books, freed, self.policy.rules)
-            if found is None:
+                    self._plan(key, 1, [*t.devices, extra])
+        tried = 0
+        for _, key in crowded(self.books):
+            t = self.tickets[key]
+            self.engine.sync(key)
+            left = (t.standing.total - t.standing.done) * t.standing.shape.period
+            if t.change is not None or left < WORTH_MOVING * self.costs.move:
+                continue
+            devices = relocate(self.books, key, self.policy.rules)
+            if devices is not None:
+                self._plan(key, 0, devices)
+            tried += 1
+            if tried == MOST_TRIED:
                 return
-            key, source, to = found
-            if self.tickets[key].change is not None or self.tickets[key].leaving:
-                return
-            self._plan(key, ("move", source, to), to)
 
-    def _plan(self, key: int, change: tuple[str, int, int], reserved: int | None) -> None:
-        self.tickets[key].change = change
-        if reserved is not None:
-            self.books.reserve(key, reserved)
+    def _plan(self, key: int, more: int, devices: list[int]) -> None:
+        """At its next iteration boundary the job changes; devices it gains are booked from now on."""
+        t = self.tickets[key]
+        t.change = more, devices
+        for d in devices:
+            if d not in t.devices:
+                self.books.reserve(key, d)
         self.engine.interrupt(key)
 
     def _narrow(self) -> None:
-        head, group = min((jobs[0], g) for g, jobs in self.waiting.items()) if len(self.waiting) == 1 else min(
-            ((jobs[0], g) for g, jobs in self.waiting.items()), key=lambda h: h[0])  # fmt: skip
+        """The first in the queue may start if an elastic job gives up workers."""
+        _, group = min(((jobs[0], g) for g, jobs in self.waiting.items()), key=lambda h: h[0])
         offers = []
         for key in sorted(self.elastic, reverse=True):
             t = self.tickets[key]
@@ -324,7 +325,8 @@ class Controller:
                 offers.append((key, [t.job.shape(t.phase, width - c) for c in range(1, width - fewest + 1)]))
         found = narrow(self.books, group[0], offers, self.policy.rules)
         if found is not None:
-            self._plan(found[0], ("narrow", found[1], 0), None)
+            key, fewer = found
+            self._plan(key, -fewer, list(self.tickets[key].devices[:-fewer]))
 
     # -- accounts --
 

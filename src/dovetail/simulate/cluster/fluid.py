@@ -6,6 +6,7 @@ The same calls as the task level. A rate is looked up when the group of jobs tha
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from dovetail.core.job import Shape
@@ -42,6 +43,7 @@ class FluidEngine:
         self.residents: list[list[int]] = [[] for _ in range(devices)]
         self.busy, self.window, self.window_busy = 0.0, window, 0.0
         self._queue: list[tuple[float, int, int]] = []
+        self._serial = 0
         self._dirty: set[int] = set()
         self._back: list[int] = []
 
@@ -52,11 +54,13 @@ class FluidEngine:
         self._settle(standing.serial, f, delay)
 
     def interrupt(self, key: int) -> None:
-        """An iteration is short beside the time between changes: the boundary is now."""
+        """Hand control back at the end of the iteration under way."""
         f = self.flows[key]
         if not f.paused:
             self.sync(key)
-            self._pause(key, f)
+            rounds = f.standing.done / f.shape.progress
+            f.until = min(f.until, math.ceil(rounds - 1e-9) * f.shape.progress)
+            self._predict(key, f)
 
     def resume(self, key: int, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0) -> None:
         f = self.flows[key]
@@ -134,10 +138,12 @@ class FluidEngine:
             self.residents[d].remove(key)
             if self.residents[d]:
                 self._dirty.add(d)
-        f.version += 1
+        f.version = -1
 
     def _predict(self, key: int, f: Flow) -> None:
-        f.version += 1
+        # Never used before, not even by an earlier lease of the same job.
+        self._serial += 1
+        f.version = self._serial
         if f.rate and not f.paused:
             time = max(self.now, f.begin) + (f.until - f.standing.done) / f.rate
             heapq.heappush(self._queue, (time, f.version, key))
