@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from dovetail.core.job import Shape
 
 from .priority import Rank
 
-NEVER = float("inf")
+R = TypeVar("R", bound="Resident")
 
 
 class Resident:
@@ -19,7 +19,7 @@ class Resident:
     task of a stage has ended the next stage is made ready, and after the last stage the iteration is over.
     """
 
-    __slots__ = ("_at", "_ready", "background", "devices", "eta", "key", "left", "next_release", "rank", "shape", "stage")
+    __slots__ = ("at", "background", "devices", "eta", "key", "left", "next_release", "rank", "ready", "shape", "stage")
 
     def __init__(self, key: int, shape: Shape, devices: Sequence[int], rank: Rank) -> None:
         self.key, self.rank, self.background = key, rank, rank[0]
@@ -31,8 +31,8 @@ class Resident:
     def place(self, shape: Shape, devices: Sequence[int]) -> None:
         """Between iterations: another shape, other devices."""
         self.shape, self.devices, self.stage = shape, tuple(devices), 0
-        self._ready: list[int] = []
-        self._at = {d: i for i, d in enumerate(self.devices)} if shape.pinned else {}
+        self.ready: list[int] = []  # workers whose tasks nobody has taken, by ascending duration
+        self.at = {d: i for i, d in enumerate(self.devices)} if shape.pinned else {}
 
     def release(self) -> None:
         """An iteration may start."""
@@ -41,25 +41,25 @@ class Resident:
 
     def _open(self) -> None:
         self.left = len(self.shape.tasks[self.stage])
-        self._ready = list(range(self.left))
+        self.ready = list(range(self.left))
         self.eta = 0.0
 
     def offers(self, device: int) -> float:
         """Seconds of the task that the device would get, 0.0 if there is none: the longest ready one first."""
-        if not self._ready:
+        if not self.ready:
             return 0.0
         tasks = self.shape.tasks[self.stage]
-        if not self._at:
-            return tasks[self._ready[-1]]
-        worker = self._at[device]
-        return tasks[worker] if worker in self._ready else 0.0
+        if not self.at:
+            return tasks[self.ready[-1]]
+        worker = self.at[device]
+        return tasks[worker] if worker in self.ready else 0.0
 
     def take(self, device: int) -> int:
         """The worker whose task the device starts now."""
-        if not self._at:
-            return self._ready.pop()
-        worker = self._at[device]
-        self._ready.remove(worker)
+        if not self.at:
+            return self.ready.pop()
+        worker = self.at[device]
+        self.ready.remove(worker)
         return worker
 
     def ended(self) -> bool:
@@ -78,15 +78,15 @@ class Resident:
         if self.left:
             if self.offers(device):
                 return 0.0
-            if not self._at and self._ready:
+            if not self.at and self.ready:
                 return 0.0
             at, stage = self.eta, self.stage + 1
         else:
             at, stage = self.next_release, 0
         tasks = self.shape.tasks
-        if not self._at:
+        if not self.at:
             return at + (self.shape.off_device if self.left else 0.0)
-        worker = self._at[device]
+        worker = self.at[device]
         while True:
             if stage == len(tasks):
                 at, stage = at + self.shape.off_device, 0
@@ -96,21 +96,19 @@ class Resident:
 
 
 def pick(
-    residents: Sequence[Resident], device: int, now: float, guard: Literal["off", "background", "all"]
-) -> Resident | None:
-    """The resident whose task an idle device starts now, or None.
+    residents: Sequence[R], device: int, now: float, guard: Literal["off", "background", "all"]
+) -> R | None:
+    """The resident whose task an idle device starts now, or None. `residents` stand in order of rank.
 
-    The best rank with a ready task wins. A guarded task is passed over if it is predicted to end after a job of better
+    The first with a ready task wins. A guarded task is passed over if it is predicted to end after a job of better
     rank wants the device again; the next in rank may be short enough.
     """
-    best: Resident | None = None
-    for r in residents:
-        if (best is None or r.rank < best.rank) and r.offers(device):
-            best = r
-    if best is None or guard == "off" or len(residents) == 1 or (guard == "background" and not best.background):
-        return best
-    for r in sorted((r for r in residents if r.offers(device)), key=lambda r: r.rank):
-        end = now + r.offers(device)
-        if all(end <= other.wanted(device) + 1e-9 for other in residents if other.rank < r.rank):
+    for i, r in enumerate(residents):
+        if not r.ready or (r.at and not r.offers(device)):
+            continue
+        if not i or guard == "off" or (guard == "background" and not r.background):
+            return r
+        end = now + r.offers(device) - 1e-9
+        if all(end <= residents[j].wanted(device) for j in range(i)):
             return r
     return None

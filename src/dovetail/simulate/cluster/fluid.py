@@ -36,12 +36,12 @@ class FluidEngine:
     """Flows, who shares what with whom, and a queue of predicted boundaries."""
 
     def __init__(
-        self, devices: int, policy: Policy, costs: Costs, *, window: tuple[float, float] = (0.0, float("inf"))
+        self, devices: int, policy: Policy, costs: Costs, *, window: tuple[float, float] | None = None
     ) -> None:
         self.policy, self.costs, self.now = policy, costs, 0.0
         self.flows: dict[int, Flow] = {}
         self.residents: list[list[int]] = [[] for _ in range(devices)]
-        self.busy, self.window, self.window_busy = 0.0, window, 0.0
+        self.busy, self.window, self.window_busy = 0.0, window or (0.0, NEVER), 0.0
         self._queue: list[tuple[float, int, int]] = []
         self._serial = 0
         self._dirty: set[int] = set()

@@ -17,9 +17,9 @@ from dovetail.planning.priority import Standing
 
 from .tasks import Costs, TaskEngine
 
-WARM, MEASURED = 4, 20
+WARM, MEASURED = 3, 12
 """Iterations of the slowest job, before and while measuring."""
-ENOUGH = 2000
+ENOUGH = 600
 """Tasks after which a large group's measurement may end early."""
 
 Pattern = tuple[tuple[int, int], ...]

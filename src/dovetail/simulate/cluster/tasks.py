@@ -8,14 +8,16 @@ control handed back to whoever runs the engine, and only for jobs that have reac
 from __future__ import annotations
 
 import heapq
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from dovetail.core.job import Shape, TaskRun
 from dovetail.planning.dispatch import Resident, pick
 from dovetail.planning.schedulers import Policy
-from dovetail.planning.priority import Standing, rank
+from dovetail.planning.priority import Rank, Standing, rank
 
 TOGETHER = 1e-9
 """Events closer than this (seconds) happen at the same time: all of them, then dispatch."""
@@ -41,6 +43,20 @@ class Costs:
 EXACT = Costs(jitter=0.0, switch=0.0, restart=0.0, move=0.0)
 
 
+NOISE = 8191
+
+
+@lru_cache(maxsize=64)
+def noise(jitter: float, seed: int) -> tuple[float, ...]:
+    """Factors on tasks' durations, drawn once: max(0.3, N(1, jitter))."""
+    drawn = np.random.default_rng(seed).normal(1.0, jitter, NOISE)
+    return tuple(np.maximum(0.3, drawn).tolist())
+
+
+def _by_rank(r: Resident) -> Rank:
+    return r.rank
+
+
 class Active(Resident):
     """A resident with its standing and where it hands control back."""
 
@@ -56,21 +72,23 @@ class TaskEngine:
     """Devices, residents and the queue of events."""
 
     def __init__(
-        self, devices: int, policy: Policy, costs: Costs, *, window: tuple[float, float] = (0.0, float("inf"))
+        self, devices: int, policy: Policy, costs: Costs, *, window: tuple[float, float] | None = None
     ) -> None:
         self.policy, self.costs, self.now = policy, costs, 0.0
         self.active: dict[int, Active] = {}
         self.residents: list[list[Active]] = [[] for _ in range(devices)]
         self.idle = [True] * devices
         self.last = [-1] * devices
-        self.busy, self.window, self.window_busy = 0.0, window, 0.0
+        self.busy, self.window_busy = 0.0, 0.0  # device-seconds in tasks
+        self.watched = window
         self.tasks = 0
         self.record: list[TaskRun] | None = None
         self.names: Sequence[str] = ()
         self._queue: list[tuple[float, int, int, Active]] = []
         self._touched: list[int] = []
         self._serial = 0
-        self._random = random.Random(costs.seed)
+        self._noise = noise(costs.jitter, costs.seed) if costs.jitter else ()
+        self._drawn = 0
         self._dynamic = policy.order in ("srpt", "las", "cp")
 
     # -- what the controller calls, always between events --
@@ -78,8 +96,7 @@ class TaskEngine:
     def start(self, standing: Standing, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0) -> None:
         r = Active(standing, shape, devices, self.policy, until)
         self.active[r.key] = r
-        for d in r.devices:
-            self.residents[d].append(r)
+        self._enter(r)
         r.next_release = self.now + delay
         self._push(r.next_release, RELEASE, r)
 
@@ -95,8 +112,7 @@ class TaskEngine:
             for d in r.devices:
                 self.residents[d].remove(r)
             r.place(shape, devices)
-            for d in r.devices:
-                self.residents[d].append(r)
+            self._enter(r)
         r.next_release = self.now + delay
         self._push(r.next_release, RELEASE, r)
 
@@ -130,6 +146,11 @@ class TaskEngine:
 
     # -- inside --
 
+    def _enter(self, r: Active) -> None:
+        for d in r.devices:
+            self.residents[d].append(r)
+            self.residents[d].sort(key=_by_rank)
+
     def _event(self, touched: list[int], back: list[int]) -> None:
         now, _, device, r = heapq.heappop(self._queue)
         self.now = max(self.now, now)
@@ -156,46 +177,55 @@ class TaskEngine:
         r.since = self.now
         if self._dynamic:
             r.rank = rank(self.policy.order, s)
+            for d in r.devices:
+                if len(self.residents[d]) > 1:
+                    self.residents[d].sort(key=_by_rank)
         return r.interrupted or s.done >= r.until - 1e-9
 
     def _dispatch(self, touched: list[int]) -> None:
-        costs, guard, idle = self.costs, self.policy.rules.guard, self.idle
+        guard, switch, idle, last, now = self.policy.rules.guard, self.costs.switch, self.idle, self.last, self.now
         for d in touched:
             if not idle[d]:
                 continue
-            r = pick(self.residents[d], d, self.now, guard)
+            r = pick(self.residents[d], d, now, guard)
             if r is None:
                 continue
             seconds = r.offers(d)
             worker = r.take(d)
-            r.eta = max(r.eta, self.now + seconds)
-            if costs.jitter:
-                seconds *= max(0.3, self._random.gauss(1.0, costs.jitter))
-            begin = self.now
-            if costs.switch and self.last[d] != r.key:
-                if self.last[d] >= 0:
-                    begin += costs.switch
-                self.last[d] = r.key
-            end = begin + seconds
+            if now + seconds > r.eta:
+                r.eta = now + seconds
+            if self._noise:
+                self._drawn = (self._drawn + 1) % NOISE
+                seconds *= self._noise[self._drawn]
+            begin = now
+            if last[d] != r.key:
+                if last[d] >= 0:
+                    begin += switch
+                last[d] = r.key
             idle[d] = False
             self.tasks += 1
             self.busy += seconds
-            low, high = self.window
-            if begin < high and end > low:
-                self.window_busy += min(end, high) - max(begin, low)
-            if self.record is not None:
-                self.record.append(
-                    TaskRun(
-                        job=self.names[r.key],
-                        iteration=r.standing.rounds,
-                        stage=r.stage,
-                        worker=worker,
-                        device=d,
-                        start=begin,
-                        stop=end,
-                    )
+            if self.watched is not None:
+                self._watch(r, worker, d, begin, begin + seconds)
+            self._push(begin + seconds, d, r)
+
+    def _watch(self, r: Active, worker: int, device: int, begin: float, end: float) -> None:
+        assert self.watched is not None
+        low, high = self.watched
+        if begin < high and end > low:
+            self.window_busy += min(end, high) - max(begin, low)
+        if self.record is not None:
+            self.record.append(
+                TaskRun(
+                    job=self.names[r.key],
+                    iteration=r.standing.rounds,
+                    stage=r.stage,
+                    worker=worker,
+                    device=device,
+                    start=begin,
+                    stop=end,
                 )
-            self._push(end, d, r)
+            )
 
     def _push(self, time: float, device: int, r: Active) -> None:
         self._serial += 1
