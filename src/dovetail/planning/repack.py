@@ -12,16 +12,21 @@ from .pack import Devices, Rules, admit, open_devices
 
 
 
-def crowded(devices: Devices) -> list[tuple[float, int]]:
-    """Jobs that share devices, the most crowded first: the mean load that others put on the job's devices."""
+def crowded(devices: Devices, *, gain: float = 0.25) -> list[int]:
+    """Jobs that might be better off elsewhere, the most crowded first.
+
+    A job's crowd is the mean load that others put on its devices; no place is emptier than the emptiest device.
+    """
     shared = np.flatnonzero(devices.count > 1)
+    least = float(devices.load.min()) + gain
     keys = {key for d in shared for key in devices.residents[d]}
-    return sorted(((_crowd(devices, key), key) for key in keys), reverse=True)
+    crowds = [(crowd, key) for key in keys if (crowd := _crowd(devices, key)) >= least]
+    return [key for _, key in sorted(crowds, reverse=True)]
 
 
 def _crowd(devices: Devices, key: int) -> float:
     holding = devices.holdings[key]
-    return float(devices.load[holding.devices].mean()) - holding.duty
+    return sum(devices.load[holding.devices].tolist()) / len(holding.devices) - holding.duty
 
 
 def relocate(devices: Devices, key: int, rules: Rules, *, gain: float = 0.25) -> list[int] | None:

@@ -21,11 +21,11 @@ from .tasks import Costs, TaskEngine
 NEVER = float("inf")
 WORTH_MOVING = 20
 """A job moves only if it will run for so many times the cost of a move."""
-MOST_TRIED = 8
+MOST_TRIED = 4
 """Residents that are looked at after each departure."""
 Engine = TaskEngine | FluidEngine
-Class = tuple[Shape, int, int]
-"""Jobs that are admitted or refused together: shape, partition, fewest workers."""
+Class = tuple[float, int, int, int, int, int]
+"""Jobs that are admitted or refused together: duty, width, persistent and ephemeral bytes, partition, fewest workers."""
 
 
 @dataclass
@@ -118,8 +118,9 @@ class Controller:
         if self.policy.preempt:
             heapq.heappush(self.queue, (place, key))
         else:
-            phase = t.job.phases[t.phase]
-            group = (t.standing.shape, t.part, phase.min_workers)
+            shape, fewest = t.standing.shape, t.job.phases[t.phase].min_workers
+            duty = shape.duty if self.policy.shares else 1.0  # gangs are not asked for it
+            group = (duty, shape.width, shape.persistent_bytes, shape.ephemeral_bytes, t.part, fewest)
             heapq.heappush(self.waiting.setdefault(group, []), (place, key))
 
     def _start(self, key: int, shape: Shape, devices: list[int]) -> None:
@@ -209,7 +210,7 @@ class Controller:
 
     def _try(self, key: int, group: Class) -> bool:
         t = self.tickets[key]
-        shape, part, fewest = group
+        shape, part, fewest = t.standing.shape, t.part, group[-1]
         found = admit(self.books, shape, self.policy.rules, allowed=self.masks[part])
         width = shape.width
         while found is None and 0 < fewest < width:
@@ -292,7 +293,7 @@ class Controller:
                 if extra is not None:
                     self._plan(key, 1, [*t.devices, extra])
         tried = 0
-        for _, key in crowded(self.books):
+        for key in crowded(self.books):
             t = self.tickets[key]
             self.engine.sync(key)
             left = (t.standing.total - t.standing.done) * t.standing.shape.period
@@ -316,14 +317,14 @@ class Controller:
 
     def _narrow(self) -> None:
         """The first in the queue may start if an elastic job gives up workers."""
-        _, group = min(((jobs[0], g) for g, jobs in self.waiting.items()), key=lambda h: h[0])
+        _, head = min(jobs[0] for jobs in self.waiting.values())
         offers = []
         for key in sorted(self.elastic, reverse=True):
             t = self.tickets[key]
             fewest, width = t.job.phases[t.phase].min_workers, t.standing.shape.width
             if t.change is None and width > fewest and len(t.devices) == width:
                 offers.append((key, [t.job.shape(t.phase, width - c) for c in range(1, width - fewest + 1)]))
-        found = narrow(self.books, group[0], offers, self.policy.rules)
+        found = narrow(self.books, self.tickets[head].standing.shape, offers, self.policy.rules)
         if found is not None:
             key, fewer = found
             self._plan(key, -fewer, list(self.tickets[key].devices[:-fewer]))

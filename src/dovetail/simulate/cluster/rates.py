@@ -17,9 +17,9 @@ from dovetail.planning.priority import Standing
 
 from .tasks import Costs, TaskEngine
 
-WARM, MEASURED = 3, 12
+WARM, MEASURED = 2, 10
 """Iterations of the slowest job, before and while measuring."""
-ENOUGH = 600
+ENOUGH = 500
 """Tasks after which a large group's measurement may end early."""
 
 Pattern = tuple[tuple[int, int], ...]

@@ -127,7 +127,7 @@ class TaskEngine:
 
     def run(self, limit: float) -> list[int]:
         """Plays events until `limit`, or until jobs come to a boundary at which they hand back control: those jobs."""
-        queue, touched = self._queue, self._touched
+        queue, touched, idle, pop = self._queue, self._touched, self.idle, heapq.heappop
         back: list[int] = []
         while not back:
             if touched and (not queue or queue[0][0] > self.now + TOGETHER):
@@ -137,9 +137,25 @@ class TaskEngine:
                 continue
             if not queue or queue[0][0] > limit + TOGETHER:
                 break
-            first = queue[0][0]
-            while queue and queue[0][0] <= first + TOGETHER:
-                self._event(touched, back)
+            together = queue[0][0] + TOGETHER
+            while queue and queue[0][0] <= together:
+                now, _, device, r = pop(queue)
+                if now > self.now:
+                    self.now = now
+                if device >= 0:  # a task has ended
+                    idle[device] = True
+                    touched.append(device)
+                    stage = r.stage
+                    if r.ended():
+                        r.next_release = now + r.shape.off_device
+                        self._push(r.next_release, BOUNDARY, r)
+                    elif r.stage != stage:
+                        touched.extend(r.devices)
+                elif device == BOUNDARY and self._boundary(r):
+                    back.append(r.key)
+                else:
+                    r.release()
+                    touched.extend(r.devices)
         if not back and limit < float("inf"):
             self.now = max(self.now, limit)
         return back
@@ -150,24 +166,6 @@ class TaskEngine:
         for d in r.devices:
             self.residents[d].append(r)
             self.residents[d].sort(key=_by_rank)
-
-    def _event(self, touched: list[int], back: list[int]) -> None:
-        now, _, device, r = heapq.heappop(self._queue)
-        self.now = max(self.now, now)
-        if device >= 0:  # a task has ended
-            self.idle[device] = True
-            touched.append(device)
-            stage = r.stage
-            if r.ended():
-                r.next_release = now + r.shape.off_device
-                self._push(r.next_release, BOUNDARY, r)
-            elif r.stage != stage:
-                touched.extend(r.devices)
-        elif device == BOUNDARY and self._boundary(r):
-            back.append(r.key)
-        else:
-            r.release()
-            touched.extend(r.devices)
 
     def _boundary(self, r: Active) -> bool:
         s = r.standing
