@@ -83,8 +83,8 @@ class Plan(Noun, frozen=True, kw_only=True):
         """
         if len(self.dtypes) > 1:
             raise Error(
-                f"plan for {self.profile!r}: torch's bucket list starts again for every dtype, so it cannot carry a plan "
-                f"for a model with {', '.join(self.dtypes)}; leave the plan out and DDP's default applies"
+                f"plan for {self.profile!r}: torch's bucket list starts again for every dtype, so it cannot carry "
+                f"a plan for a model with {', '.join(self.dtypes)}; leave the plan out and DDP's default applies"
             )
         return {"bucket_cap_mb_list": self.caps_mib()}
 

@@ -59,7 +59,8 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
-        cut_off = e.pos >= len(text.rstrip())
+        # A string is "unterminated" only where the text ends inside it.
+        cut_off = e.pos >= len(text.rstrip()) or e.msg.startswith("Unterminated string")
         what = "the file ends in the middle (truncated?)" if cut_off else e.msg.lower()
         raise InputError(path, f"line {e.lineno} column {e.colno}", f"expected valid JSON: {what}") from None
     except RecursionError:
@@ -68,7 +69,9 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
         raise InputError(path, "", f"expected a JSON object with a {noun.kind}, got {type(data).__name__}")
     kind, version = data.pop("kind", None), data.pop("version", None)
     if kind != noun.kind:
-        raise InputError(path, "kind", f"expected {noun.kind!r}, got {kind!r}" if kind else f"missing, expected {noun.kind!r}")
+        raise InputError(
+            path, "kind", f"expected {noun.kind!r}, got {kind!r}" if kind else f"missing, expected {noun.kind!r}"
+        )
     if version != noun.version or isinstance(version, bool):
         got = "missing" if version is None else f"got {version!r}"
         raise InputError(path, "version", f"expected {noun.version}, {got}; this dovetail reads no other version")
@@ -139,7 +142,7 @@ def _not_finite(value: Any, at: str = "") -> Iterator[tuple[str, float]]:
 
 def _explain(message: str) -> tuple[str, str]:
     """msgspec's "Expected `int`, got `str` - at `$.layers[0].name`" as (field, sentence)."""
-    what, _, where = message.partition(" - at `$")
+    what, _, where = message.replace(" - at `key` in `$", " as a name - at `$").partition(" - at `$")
     field = where.rstrip("`").lstrip(".")
     if missing := re.search(r"missing required field `(\w+)`", what):
         return f"{field}.{missing[1]}" if field else missing[1], "missing"

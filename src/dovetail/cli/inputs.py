@@ -1,0 +1,177 @@
+"""What users type, made into values: counts of workers, and nouns from files, presets or a plan's surroundings."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from dovetail.core.network import CollectiveName, Network
+    from dovetail.core.plan import Plan
+    from dovetail.core.profile import Profile
+    from dovetail.core.store import Noun
+
+P = TypeVar("P", "Profile", "Network")
+
+# `store.encode` writes kind, version and (profiles, networks, timelines) name first: enough to know a file by.
+_HEAD = re.compile(r'\s*\{\s*"kind":\s*"(\w+)"')
+
+
+def counts(text: str) -> list[int]:
+    """ "4,8,12" lists, "4..2048" doubles from the first to the last; ascending, each once."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= low <= high:
+            raise typer.BadParameter(f'expected counts such as "4..2048" (doubling) or "4,8,12", got {text!r}')
+        found.add(high)
+        while low < high:
+            found.add(low)
+            low *= 2
+    return sorted(found)
+
+
+def collectives(text: str) -> list[CollectiveName]:
+    from dovetail.core.network import COLLECTIVES
+
+    wanted = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in wanted if name not in COLLECTIVES]:
+        raise typer.BadParameter(f"expected some of {', '.join(COLLECTIVES)}, got {unknown[0]!r}")
+    return [name for name in COLLECTIVES if name in wanted]
+
+
+def png_path(path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() != ".png":
+        raise typer.BadParameter(f"expected a name that ends in .png, got {str(path)!r}")
+    return path
+
+
+def read_profile(path: Path) -> Profile:
+    from dovetail.core import store
+    from dovetail.core.profile import Profile
+
+    return store.read(path, Profile)
+
+
+def read_plan(path: Path) -> Plan:
+    from dovetail.core import store
+    from dovetail.core.plan import Plan
+
+    return store.read(path, Plan)
+
+
+def read_network(name: str) -> Network:
+    """A network from a file, or else a preset of that name."""
+    from dovetail.core import store
+    from dovetail.core.errors import Error
+    from dovetail.core.network import Network
+
+    if Path(name).exists() or name.endswith(".json") or "/" in name:
+        return store.read(name, Network)
+    from dovetail.measure.presets import preset
+
+    try:
+        return preset(name)
+    except Error as e:
+        raise Error(f"{name}: no such file, and {e}") from None
+
+
+def profile_of(path: Path, plan: Plan) -> Profile:
+    """The profile that a plan was made from."""
+    from dovetail.core.errors import Error
+    from dovetail.core.profile import Profile
+
+    found = _beside(path, Profile, plan.profile)
+    if found is None:
+        raise Error(f"no profile named {plan.profile!r} beside {path}: say where it is with --profile")
+    return found
+
+
+def network_of(path: Path, plan: Plan) -> Network:
+    """The network that a plan was made for: a file beside it, or else a preset."""
+    from dovetail.core.errors import Error
+    from dovetail.core.network import Network
+    from dovetail.measure.presets import preset
+
+    found = _beside(path, Network, plan.network)
+    if found is not None:
+        return found
+    try:
+        return preset(plan.network)
+    except Error:
+        raise Error(f"no network named {plan.network!r} beside {path}: say where it is with --network") from None
+
+
+def read_any(path: Path) -> Noun:
+    """The noun in a file, whichever it is."""
+    from dovetail.core import store
+    from dovetail.core.errors import InputError
+    from dovetail.core.network import Network
+    from dovetail.core.plan import Plan
+    from dovetail.core.profile import Profile
+    from dovetail.core.timeline import Timeline
+
+    nouns: dict[str, type[Noun]] = {n.kind: n for n in (Profile, Network, Plan, Timeline)}
+    kind = _kind(path)
+    if kind is None:
+        # Reading it as any noun says what is wrong with a file that is missing, cut off or no JSON object.
+        return store.read(path, Profile)
+    if kind not in nouns:
+        got = f"got {kind!r}" if kind else "missing"
+        raise InputError(path, "kind", f"expected 'profile', 'network', 'plan' or 'timeline', {got}")
+    return store.read(path, nouns[kind])
+
+
+def _beside(plan: Path, noun: type[P], name: str) -> P | None:
+    """The profile or network of that name among the files beside a plan.
+
+    A plan names what it was made from but not where that is stored, so that a folder can move as a whole.
+    """
+    from dovetail.core import store
+    from dovetail.core.errors import Error, InputError
+
+    found: dict[str, P] = {}
+    files: list[str] = []
+    for path in sorted(plan.parent.glob("*.json")):
+        if _head(path) == noun.kind:
+            try:
+                value = store.read(path, noun)
+            except InputError:
+                continue  # a broken file that nobody named is not this command's business
+            if value.name == name:
+                found[store.encode(value)] = value
+                files.append(path.name)
+    if len(found) > 1:
+        raise Error(
+            f"several {noun.kind}s named {name!r} beside {plan} ({', '.join(files)}): choose with --{noun.kind}"
+        )
+    return next(iter(found.values()), None)
+
+
+def _head(path: Path) -> str | None:
+    """A file's kind if it starts as our own writer starts it; reads a few bytes only."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            match = _HEAD.match(file.read(200))
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _kind(path: Path) -> str | None:
+    """What a file says it is; "" for a JSON object that does not say, None for anything else."""
+    if head := _head(path):
+        return head
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict):
+        return None
+    kind = data.get("kind", "")
+    return kind if isinstance(kind, str) else ""

@@ -1,0 +1,143 @@
+"""`dovetail plan`, `simulate` and `scale`: what to do and what it is worth, without running anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from . import inputs, shell
+
+ProfileFile = Annotated[Path, typer.Argument(metavar="job.json", help="A profile, from `dovetail profile`.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Ranks to plan for; default: the network's own.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Local batch; default: the profile's own.")]
+Png = Annotated[Path | None, typer.Option(metavar="out.png", callback=inputs.png_path, help="Also draw a picture.")]
+NETWORK = "A network file, or a preset such as 10gbe-16."
+
+
+class PlanCommand(TyperCommand):
+    """Its help lists the policies there are."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from dovetail.planning.policies import described
+
+        with formatter.section("Policies"):
+            formatter.write_dl(described())
+
+
+def plan(
+    profile: ProfileFile,
+    network: Annotated[str, typer.Argument(metavar="net.json", help=NETWORK)],
+    workers: Workers = None,
+    batch: Batch = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="The policy to use; `auto` chooses a robust one no slower than ddp.")
+    ] = "auto",
+    output: Annotated[Path, typer.Option("-o", "--output", dir_okay=False, help="Where to write the plan.")] = Path(
+        "plan.json"
+    ),
+    png: Png = None,
+    json: shell.Json = False,
+) -> None:
+    """Compare every policy for a job on a network, choose one, explain it, and write the plan."""
+    from dovetail import planning
+    from dovetail.core import store
+    from dovetail.view import explain, tables
+
+    job, net = inputs.read_profile(profile), inputs.read_network(network)
+    with shell.working("planning", brief=True):
+        chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy)
+        compared = planning.compare(job, net, workers=workers, batch=batch)
+    if all(p.policy != chosen.policy for p in compared):
+        compared = [chosen, *compared]
+    if png:
+        from dovetail.view.png import plan_png
+
+        plan_png(job, net, compared, png)
+        shell.wrote(png)
+    store.write(output, chosen)
+    shell.wrote(output)
+    sentences = explain.explain(chosen, compared, net)
+    if json:
+        plans = [shell.builtins(p) for p in tables.by_promise(compared)]
+        shell.emit({"chosen": chosen.policy, "written": str(output), "explanation": sentences, "plans": plans})
+    else:
+        shell.show(tables.plans(compared, chosen=chosen), "", *sentences)
+
+
+def simulate(
+    plan: Annotated[Path, typer.Argument(metavar="plan.json", help="A plan, from `dovetail plan`.")],
+    profile: Annotated[
+        Path | None, typer.Option(metavar="job.json", help="Default: the file beside the plan that it was made from.")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="net.json", help=f"{NETWORK} Default: the one that the plan names.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", dir_okay=False, help="Where to write the timeline.")
+    ] = None,
+    png: Png = None,
+    json: shell.Json = False,
+) -> None:
+    """Predict one iteration of a plan as a timeline, and draw it."""
+    from dovetail.core import store
+    from dovetail.simulate import simulate as predict
+    from dovetail.view import tables
+    from dovetail.view.timeline import TimelineView
+
+    chosen = inputs.read_plan(plan)
+    job = inputs.read_profile(profile) if profile else inputs.profile_of(plan, chosen)
+    net = inputs.read_network(network) if network else inputs.network_of(plan, chosen)
+    timeline = predict(chosen, job, net)
+    if png:
+        from dovetail.view.png import timeline_png
+
+        timeline_png([timeline], png)
+        shell.wrote(png)
+    if output:
+        store.write(output, timeline)
+        shell.wrote(output)
+    if json:
+        shell.emit(shell.builtins(timeline))
+    else:
+        shell.show(tables.buckets(chosen), "", TimelineView([timeline]))
+
+
+def scale(
+    profile: ProfileFile,
+    network: Annotated[str, typer.Option(metavar="net.json", help=NETWORK)],
+    workers: Annotated[str, typer.Option(help='"4..2048" doubles, "4,8,12" lists.')] = "4..2048",
+    policies: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="Only these policies; default: all of them.")
+    ] = None,
+    png: Png = None,
+    json: shell.Json = False,
+) -> None:
+    """Predict the speed-up over one worker for many numbers of workers and every policy."""
+    import msgspec
+
+    from dovetail.planning.policies import COMPARED
+    from dovetail.simulate import scale as predict
+    from dovetail.view import tables
+
+    job, net = inputs.read_profile(profile), inputs.read_network(network)
+    names = [n.strip() for n in policies.split(",")] if policies else list(COMPARED)
+    numbers = inputs.counts(workers)
+    points = []
+    with shell.working("predicting", brief=True) as step:
+        for i, number in enumerate(numbers):
+            step(f"predicting {number:,} workers", i / len(numbers))
+            points += predict(job, net, workers=[number], policies=names)
+    title = f"{job.name} on {net.name}, local batch {job.batch}"
+    if png:
+        from dovetail.view.png import scale_png
+
+        scale_png(points, png, title=title)
+        shell.wrote(png)
+    if json:
+        result = {"profile": job.name, "network": net.name, "batch": job.batch}
+        shell.emit(result | {"points": [msgspec.to_builtins(p) for p in points]})
+    else:
+        shell.show(f"predicted speed-up over one worker: {title}", tables.scale(points))

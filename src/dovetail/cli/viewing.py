@@ -1,0 +1,102 @@
+"""`dovetail view`: look at any file that dovetail writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import inputs, shell
+
+if TYPE_CHECKING:
+    from dovetail.core.plan import Plan
+    from dovetail.core.store import Noun
+    from dovetail.core.timeline import Comparison, Timeline
+
+
+def view(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Profiles, networks, plans or timelines.")],
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(metavar="out.json", dir_okay=False, help="Also write the timelines for ui.perfetto.dev."),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(metavar="out.png", callback=inputs.png_path, help="Also draw the timelines, or else the plans."),
+    ] = None,
+    json: shell.Json = False,
+) -> None:
+    """Look at files: tables for profiles, networks and plans, timelines drawn together on one axis.
+
+    A predicted and a measured timeline are compared.
+    """
+    from dovetail.core import timeline as core
+    from dovetail.core.errors import Error
+    from dovetail.core.plan import Plan
+    from dovetail.core.timeline import Timeline
+
+    nouns = [inputs.read_any(path) for path in files]
+    timelines = [n for n in nouns if isinstance(n, Timeline)]
+    plans = [(path, n) for path, n in zip(files, nouns, strict=True) if isinstance(n, Plan)]
+    if perfetto and not timelines:
+        raise Error(f"--perfetto {perfetto}: expected at least one timeline among the files")
+    if png and not (timelines or plans):
+        raise Error(f"--png {png}: expected at least one timeline or plan among the files")
+    if perfetto:
+        from dovetail.view import perfetto as trace
+
+        trace.write(timelines, perfetto)
+        shell.wrote(perfetto)
+    if png:
+        _draw(png, timelines, plans)
+        shell.wrote(png)
+    predicted, measured = (next((t for t in timelines if t.source == s), None) for s in ("predicted", "measured"))
+    compared = core.compare(predicted, measured) if predicted and measured else None
+    if json:
+        shell.emit(_as_json(nouns, compared))
+    else:
+        _show(nouns, timelines, compared)
+
+
+def _draw(png: Path, timelines: Sequence[Timeline], plans: Sequence[tuple[Path, Plan]]) -> None:
+    from dovetail.view.png import plan_png, timeline_png
+
+    if timelines:
+        timeline_png(timelines, png)
+        return
+    path, first = plans[0]
+    plan_png(inputs.profile_of(path, first), inputs.network_of(path, first), [plan for _, plan in plans], png)
+
+
+def _show(nouns: Sequence[Noun], timelines: Sequence[Timeline], compared: Comparison | None) -> None:
+    from dovetail.core.network import Network
+    from dovetail.core.plan import Plan
+    from dovetail.core.profile import Profile
+    from dovetail.view import tables
+    from dovetail.view.timeline import TimelineView
+
+    parts: list[Any] = []
+    for noun in nouns:
+        if isinstance(noun, Profile):
+            parts.append(tables.profile(noun))
+        elif isinstance(noun, Network):
+            parts.append(tables.network(noun))
+        elif isinstance(noun, Plan):
+            parts.append(tables.buckets(noun))
+    if timelines:
+        parts.append(TimelineView(timelines))
+    if compared:
+        parts.append(tables.comparison(compared))
+    for i, part in enumerate(parts):
+        shell.show(*([""] if i else []), part)
+
+
+def _as_json(nouns: Sequence[Noun], compared: Comparison | None) -> dict[str, Any]:
+    import msgspec
+
+    result: dict[str, Any] = {"files": [shell.builtins(n) for n in nouns]}
+    if compared:
+        result["comparison"] = msgspec.to_builtins(compared)
+    return result

@@ -1,0 +1,238 @@
+"""A PyTorch model and an example batch → Profile: layers with their times, gradients in the order they become ready."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from dovetail.core.errors import Error
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
+
+from .stats import quantiles
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from .batches import Batch, Loss
+    from .clock import Clock
+    from .passes import Layers, Pass
+
+R = TypeVar("R")
+
+READY_QUANTILE = 0.1
+"""A gap between two gradients is what it was in its fastest tenth of the steps: what interrupted one step is not the
+model's, and would make planners split buckets in places where nothing is gained."""
+
+
+def profile(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: Loss | None = None,
+    batches: Sequence[int] | None = None,
+    steps: int = 20,
+    warmup: int = 3,
+    name: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    clock: Clock | None = None,
+) -> Profile:
+    """Measures forward and backward time of every layer, and when each parameter's gradient is ready.
+
+    One pass forward finds the layers and their order. Then, for each local batch size, `warmup` passes run unmeasured
+    and `steps` passes with a stamp at the entry of every layer, forward and backward, and one at every gradient. The
+    device is never waited for within a pass. Afterwards the model is as before: gradients, buffers, modes, random
+    state, no hooks.
+
+    `batch` is a tensor, a tuple (positional arguments) or a dict (keyword arguments) of tensors whose first dimension
+    counts the samples; it is cut or repeated for other batch sizes. `batches` are the sizes to measure: by default the
+    example's own, a half and a quarter of it. `loss` makes a scalar of the model's output: by default the output's own
+    `loss`, or the sum of the means of its float tensors. `clock` replaces the device's clock.
+    """
+    from . import passes
+    from .batches import size, training_pass
+    from .clock import Clock as DeviceClock
+
+    model = _unwrapped(model)
+    own = size(batch)
+    asked = sorted({own, own // 2, own // 4} - {0} if batches is None else set(batches))
+    if not asked or asked[0] < 1:
+        raise Error(f"batches: expected at least one size, each at least 1, got {list(batches or ())}")
+    if steps < 1 or warmup < 0:
+        raise Error(f"steps and warmup: expected at least 1 and at least 0, got {steps} and {warmup}")
+    name = name or type(model).__name__
+    device = next(model.parameters()).device
+    tell = progress or (lambda _: None)
+    at = own if own in asked else asked[-1]
+
+    taken: dict[int, list[Pass]] = {}
+    left_out: dict[int, str] = {}
+    with passes.untouched(model, device):
+        scout = training_pass(model, batch, at, device, loss)
+        layers = _attempt(name, at, functools.partial(passes.find_layers, model, scout))
+        for samples in reversed(asked):
+            forward = training_pass(model, batch, samples, device, loss)
+            tell(f"{name}: batch {samples}, {warmup + steps} steps")
+            try:
+                with passes.recording(model, layers, clock or DeviceClock(device)) as recorder:
+                    for step in range(warmup + steps):
+                        model.zero_grad(set_to_none=True)
+                        done = _attempt(name, samples, functools.partial(recorder.run, forward))
+                        if step >= warmup:
+                            taken.setdefault(samples, []).append(done)
+            except Error as e:
+                if batches is not None or samples == own:
+                    raise
+                taken.pop(samples, None)  # nobody asked for this size: a batch norm cannot train on one sample
+                left_out[samples] = str(e)
+    return _summary(model, layers, taken, at, name=name, device=device, left_out=left_out)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module that can be profiled, or an Error that says why it cannot."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    if not isinstance(model, nn.Module):
+        raise Error(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        model = model.module
+    for path, module in model.named_modules():
+        where = f"model {type(model).__name__}" + (f", part {path}" if path else "")
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise Error(f"{where}: compiled modules run no hooks: profile the module before torch.compile")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Error(f"{where}: scripted modules run no hooks: profile the module before torch.jit")
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise Error(f"model {type(model).__name__}: has lazy parameters: run it once on a batch before profiling")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise Error(f"model {type(model).__name__}: expected parameters that require gradients, got none")
+    return model
+
+
+def _attempt(name: str, samples: int, run: Callable[[], R]) -> R:
+    """What the model itself raises becomes one line; the chain keeps the rest for those who ask."""
+    try:
+        return run()
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as e:
+        reason = next(iter(str(e).strip().splitlines()), "no reason given")
+        raise Error(f"model {name} fails on a batch of {samples}: {type(e).__name__}: {reason}") from e
+
+
+def _summary(
+    model: nn.Module,
+    layers: Layers,
+    taken: dict[int, list[Pass]],
+    at: int,
+    *,
+    name: str,
+    device: torch.device,
+    left_out: dict[int, str],
+) -> Profile:
+    import torch
+
+    names = list(layers.modules)
+    homes, sizes = _homes(layers)
+    times = {
+        layer: tuple(
+            LayerTime(
+                batch=samples,
+                forward=quantiles([p.forward.get(layer, 0.0) for p in taken[samples]]),
+                backward=quantiles([p.backward.get(layer, 0.0) for p in taken[samples]]),
+            )
+            for samples in sorted(taken)
+        )
+        for layer in names
+    }
+    order, ready, unstable = ready_times(
+        [p.ready for p in taken[at]],
+        backward=sum(t.backward.median for layer in names for t in times[layer] if t.batch == at),
+        totals=[sum(p.backward.values()) for p in taken[at]],
+    )
+    parameters = dict(model.named_parameters())
+    notes = [f"measured by dovetail with torch {torch.__version__}", f"{len(taken[at])} steps per batch size"]
+    if unstable:
+        notes.append(
+            f"gradients came in another order in {unstable} of {len(taken[at])} steps: the most common is given"
+        )
+    notes += [f"left out batch {samples} ({reason})" for samples, reason in left_out.items()]
+    return Profile(
+        name=name,
+        device=_describe(device),
+        source="; ".join(notes),
+        batch=at,
+        layers=tuple(
+            Layer(
+                name=layer,
+                type=type(module).__name__,
+                parameter_bytes=sizes[layer],
+                activation_bytes=max(p.outputs.get(layer, 0) for p in taken[at]) // at,
+                times=times[layer],
+            )
+            for layer, module in layers.modules.items()
+        ),
+        tensors=tuple(
+            ParameterTensor(
+                name=tensor,
+                layer=homes[id(parameters[tensor])],
+                bytes=parameters[tensor].nbytes,
+                dtype=str(parameters[tensor].dtype).removeprefix("torch."),
+                ready=when,
+            )
+            for tensor, when in zip(order, ready, strict=True)
+        ),
+    )
+
+
+def ready_times(
+    runs: Sequence[dict[str, float]], *, backward: float, totals: Sequence[float]
+) -> tuple[list[str], list[float], int]:
+    """(names in ready order, seconds from the start of backward, runs that had another order).
+
+    The order is the most common one. Of every gap between neighbours in it the low quantile over its runs is taken,
+    which leaves out what interrupted single runs. The gaps are then put end to end and stretched so that the last
+    gradient comes at its usual part of `backward`, the layers' sum: both tell of one and the same pass.
+    """
+    orders = Counter(tuple(run) for run in runs)
+    order, count = orders.most_common(1)[0]
+    same = [i for i, run in enumerate(runs) if tuple(run) == order]
+    stamps = np.array([list(runs[i].values()) for i in same], dtype=np.float64).reshape(len(same), len(order))
+    if not order:
+        raise Error("no parameter got a gradient: expected a loss that depends on the parameters")
+    gaps = np.quantile(np.diff(stamps, axis=1, prepend=0.0), READY_QUANTILE, axis=0)
+    ready = np.cumsum(np.maximum(gaps, 0.0))
+    usual = np.median([min(1.0, stamps[k, -1] / totals[i]) if totals[i] > 0 else 1.0 for k, i in enumerate(same)])
+    if ready[-1] > 0:
+        ready *= backward * float(usual) / ready[-1]
+    # Rounding may carry the last a digit beyond the end.
+    return list(order), [min(float(t), backward) for t in ready], len(runs) - count
+
+
+def _homes(layers: Layers) -> tuple[dict[int, int], dict[str, int]]:
+    """Where each parameter lives (by id → index of its layer), and each layer's bytes.
+
+    A parameter that several layers share counts once, at the first of them.
+    """
+    homes: dict[int, int] = {}
+    sizes: dict[str, int] = {}
+    for index, (layer, module) in enumerate(layers.modules.items()):
+        fresh = [p for p in module.parameters(recurse=False) if id(p) not in homes]
+        homes.update({id(p): index for p in fresh})
+        sizes[layer] = sum(p.nbytes for p in fresh)
+    return homes, sizes
+
+
+def _describe(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    # Not tested on the hardware at hand: needs an accelerator.
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return f"{device.type}, {named(device)}" if named else str(device)

@@ -1,0 +1,125 @@
+"""Planning: pure functions from a profile and a network to a plan. No torch, no I/O.
+
+    plan(profile, network)        the plan to use
+    compare(profile, network)     one plan for every policy, the fastest first
+    candidates(profile, network)  plans worth trying on the real system
+
+Each builds the stream of gradients at the local batch, asks a policy for the cuts at the cost of one all-reduce among
+so many workers, and predicts: iteration = forward + max(backward, finish of the last bucket).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from dovetail.core.errors import Error
+from dovetail.core.network import Network
+from dovetail.core.plan import MIB, Plan, Prediction, from_cuts
+from dovetail.core.profile import Profile
+
+from . import exact, policies, rules
+from .policies import COMPARED
+from .robust import THRESHOLDS_MIB
+from .stream import objective, stream
+
+__all__ = ["candidates", "compare", "plan"]
+
+
+def plan(
+    profile: Profile, network: Network, *, workers: int | None = None, batch: int | None = None, policy: str = "auto"
+) -> Plan:
+    """A plan by one policy; `workers` defaults to the network's own number of ranks, `batch` to the profile's."""
+    return _Setting(profile, network, workers, batch).plan(policy)
+
+
+def compare(
+    profile: Profile,
+    network: Network,
+    *,
+    workers: int | None = None,
+    batch: int | None = None,
+    policies: Sequence[str] | None = None,
+) -> list[Plan]:
+    """One plan for every policy by predicted iteration time; among equals, the one with fewer buckets first."""
+    setting = _Setting(profile, network, workers, batch)
+    plans = [setting.plan(name) for name in policies or COMPARED]
+    return sorted(plans, key=lambda p: (p.prediction.iteration, len(p.buckets)))
+
+
+def candidates(
+    profile: Profile, network: Network, *, workers: int | None = None, batch: int | None = None, count: int = 4
+) -> list[Plan]:
+    """Up to `count` distinct bucketings to try on the real system: torch's default, then the others by promise.
+
+    After `ddp` come the robust choice, the fewest buckets near the optimum and the best size threshold; where those
+    coincide, the optimum, further thresholds and one bucket take their place. Fewer come back if no more exist.
+    """
+    setting = _Setting(profile, network, workers, batch)
+    plans: dict[tuple[int, ...], Plan] = {}
+    for name, cuts in setting.promising():
+        if len(plans) == max(count, 1):
+            break
+        if tuple(cuts) not in plans:
+            plans[tuple(cuts)] = setting.of(name, cuts)
+    return list(plans.values())
+
+
+class _Setting:
+    """One model on one network with so many workers."""
+
+    def __init__(self, profile: Profile, network: Network, workers: int | None, batch: int | None) -> None:
+        self.workers = network.ranks if workers is None else workers
+        self.batch = profile.batch if batch is None else batch
+        if self.workers < 1:
+            raise Error(f"workers: expected at least 1, got {self.workers}")
+        if self.batch < 1:
+            raise Error(f"batch: expected at least 1, got {self.batch}")
+        self.profile, self.network = profile, network
+        self.stream = stream(profile, batch=self.batch)
+        self.cost = network.cost("all_reduce", ranks=self.workers)
+
+    def plan(self, policy: str) -> Plan:
+        return self.of(policy, policies.parse(policy).choose(self.stream, self.cost))
+
+    def of(self, policy: str, cuts: list[int]) -> Plan:
+        return from_cuts(
+            cuts,
+            self.profile,
+            policy=policy,
+            network=self.network.name,
+            workers=self.workers,
+            batch=self.batch,
+            prediction=self.predict(cuts),
+        )
+
+    def predict(self, cuts: list[int]) -> Prediction:
+        forward, backward = self.profile.forward_time(self.batch), self.stream.backward
+        end = objective(self.stream, cuts, self.cost)
+        return Prediction(
+            iteration=forward + end,
+            forward=forward,
+            backward=backward,
+            exposed=end - backward,
+            lower_bound=forward + self.bound,
+        )
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds from the start of backward before which no bucketing ends the iteration."""
+        return max(self.stream.backward, exact.lower_bound(self.stream, self.cost))
+
+    def promising(self) -> Iterator[tuple[str, list[int]]]:
+        """(policy, cuts) by promise, made one after the other as somebody asks."""
+        yield "ddp", rules.ddp(self.stream)
+        yield "auto", policies.safest(self.stream, self.cost)
+        yield "fewest", exact.fewest(self.stream, self.cost)
+        thresholds = {mib: rules.by_size(self.stream, mib * MIB) for mib in THRESHOLDS_MIB}
+        by_promise = sorted(thresholds, key=lambda m: (objective(self.stream, thresholds[m], self.cost), -m))
+        yield f"threshold:{by_promise[0]}", thresholds[by_promise[0]]
+        yield "robust", policies.parse("robust").choose(self.stream, self.cost)
+        yield "optimal", policies.best(self.stream, self.cost)
+        yield "accumulate-while-busy", rules.accumulate_while_busy(self.stream, self.cost)
+        for mib in by_promise[1:]:
+            yield f"threshold:{mib}", thresholds[mib]
+        yield "single", rules.fill(self.stream)

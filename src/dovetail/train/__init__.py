@@ -1,0 +1,1 @@
+"""A Plan inside PyTorch."""

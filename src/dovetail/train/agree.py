@@ -1,0 +1,36 @@
+"""Small agreements among the ranks of a group. Every function here is a collective: all ranks call it, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def largest(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Element by element, the largest value any rank has."""
+    return _reduce(values, dist.ReduceOp.MAX, group, device)
+
+
+def smallest(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Element by element, the smallest value any rank has."""
+    return _reduce(values, dist.ReduceOp.MIN, group, device)
+
+
+def from_first(value: T, group: dist.ProcessGroup, device: torch.device) -> T:
+    """What the group's first rank has, on all ranks."""
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group, device=device)
+    return box[0]
+
+
+def _reduce(
+    values: Sequence[float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, device: torch.device
+) -> list[float]:
+    tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=op, group=group)
+    return [float(v) for v in tensor.cpu()]

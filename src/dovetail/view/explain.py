@@ -1,0 +1,60 @@
+"""A plan in sentences: what limits the job, what was chosen, what it is worth, and what is still to gain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.core.network import Network
+from dovetail.core.plan import Plan
+
+from . import units
+
+TIE = 0.01
+"""Predictions closer than this are called a tie: measurements do not tell them apart."""
+
+
+def explain(chosen: Plan, compared: Sequence[Plan], network: Network, *, baseline: str = "ddp") -> list[str]:
+    """Sentences about a plan that has been predicted but not run."""
+    r = chosen.prediction
+    compute = r.forward + r.backward
+    lines = [
+        f"{chosen.profile} on {units.count(chosen.workers, 'worker')} of {network.name}, local batch {chosen.batch}: "
+        f"computing takes {units.seconds(compute)} per iteration"
+    ]
+    if chosen.workers == 1:
+        return [lines[0] + ". One worker communicates with nobody: there is nothing to plan."]
+    whole = float(network.cost("all_reduce", ranks=chosen.workers)(chosen.bytes))
+    lines[0] += f", and one all-reduce of all {units.size(chosen.bytes)} of gradients {units.seconds(whole)}."
+    lines.append(
+        f"Chosen: {chosen.policy}{_same(chosen, compared)}, {units.count(len(chosen.buckets), 'bucket')}: predicted "
+        f"{units.seconds(r.iteration)} per iteration, of which {units.seconds(r.exposed)} is communication that "
+        f"nothing hides."
+    )
+    base = next((p for p in compared if p.policy == baseline), None)
+    if base is not None and chosen.policy != baseline:
+        lines.append(_against(chosen, base))
+    over = r.iteration / r.lower_bound - 1 if r.lower_bound else 0.0
+    lines.append(
+        "That is the lower bound: no plan of this kind can be faster."
+        if over < 0.0005
+        else f"No plan of this kind can take less than {units.seconds(r.lower_bound)}; this one is "
+        f"{units.percent(over)} above that."
+    )
+    lines.append("Predicted from the profile and the network, nothing ran: `dovetail train` tells.")
+    return lines
+
+
+def _same(chosen: Plan, compared: Sequence[Plan]) -> str:
+    twins = [p.policy for p in compared if p.policy != chosen.policy and p.buckets == chosen.buckets]
+    return f" (the same buckets as {' and '.join(twins[:2])})" if twins else ""
+
+
+def _against(chosen: Plan, base: Plan) -> str:
+    ratio = base.prediction.iteration / chosen.prediction.iteration if chosen.prediction.iteration else 1.0
+    told = f"torch's default ({units.count(len(base.buckets), 'bucket')}) is predicted at "
+    told += units.seconds(base.prediction.iteration)
+    if abs(ratio - 1) < TIE:
+        return f"{told}: a tie, expect no gain."
+    if ratio < 1:
+        return f"{told}: it is {1 / ratio:.2f} times as fast as this plan, so use it instead."
+    return f"{told}: this plan is {ratio:.2f} times as fast."

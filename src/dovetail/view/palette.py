@@ -1,0 +1,36 @@
+"""One colour and one sign per kind of work, the same in the terminal, in pictures and in legends.
+
+The colours are Okabe and Ito's, which people with colour blindness can tell apart; the signs tell the kinds apart where
+there is no colour at all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Look(NamedTuple):
+    color: str
+    sign: str
+    ascii: str
+    short: str
+    """For a legend in 80 columns."""
+    label: str
+
+
+LOOKS: dict[str, Look] = {
+    "forward": Look("#56b4e9", "░", "-", "forward", "forward"),
+    "backward": Look("#0072b2", "▒", "=", "backward", "backward"),
+    "communication": Look("#e69f00", "▄", "~", "communication", "communication, hidden"),
+    "exposed": Look("#d55e00", "█", "#", "exposed", "communication, exposed"),
+    "optimizer": Look("#009e73", "▓", "+", "optimizer", "optimizer"),
+    "wait": Look("#bbbbbb", "·", ".", "waiting", "waiting"),
+}
+"""By span kind; "exposed" is the part of communication that no computation of the same rank hides."""
+
+SERIES: tuple[str, ...] = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+    *("#8c564b", "#7f7f7f", "#000000", "#999933", "#882255", "#44aa99"),
+)
+"""For lines that stand for policies; told apart by MARKERS too."""
+MARKERS = "osD^vPX*<>hd"

@@ -1,0 +1,121 @@
+"""A timeline made ready for drawing: spans by track, overlaps in lanes, communication split where it is exposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dovetail.core.timeline import Span, Timeline
+
+Interval = tuple[float, float]
+COMPUTE = ("forward", "backward", "optimizer")
+
+
+class Piece(NamedTuple):
+    """What is drawn: a span, or the hidden or exposed part of one. `look` is a key of the palette."""
+
+    look: str
+    start: float
+    stop: float
+    name: str
+
+
+def group(track: str) -> str:
+    """The part of a track's name before the slash: the rank or link that it belongs to."""
+    return track.partition("/")[0]
+
+
+def thread(track: str) -> str:
+    return track.partition("/")[2] or track
+
+
+def short(name: str) -> tuple[str, ...]:
+    """A span's name, and what may stand for it where space is short: "bucket 3 (12 tensors)", "bucket 3", "3"."""
+    plain = name.partition(" (")[0]
+    number = plain.removeprefix("bucket ")
+    return (name, plain, number) if number.isdecimal() else (name, plain)
+
+
+def by_track(timeline: Timeline) -> dict[str, list[Span]]:
+    """Spans per track in order of time. Ranks in numeric order; within a rank, tracks as they first appear."""
+    tracks: dict[str, list[Span]] = {}
+    for span in sorted(timeline.spans, key=lambda s: (s.start, s.stop)):
+        tracks.setdefault(span.track, []).append(span)
+    # A rank computes before it communicates, so first appearance puts the compute track on top.
+    return dict(sorted(tracks.items(), key=lambda item: natural(group(item[0]))))
+
+
+def natural(text: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key by which "rank 10" comes after "rank 9"."""
+    words = text.split()
+    return tuple((0, int(w)) if w.isdecimal() else (1, w) for w in words)
+
+
+def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spans of one track dealt into as few rows as let no two overlap: each takes the first row that is free."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda s: (s.start, s.stop)):
+        free = next((row for row in rows if row[-1].stop <= span.start), None)
+        if free is None:
+            rows.append([span])
+        else:
+            free.append(span)
+    return rows
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def subtract(span: Interval, holes: list[Interval]) -> list[Interval]:
+    """What is left of an interval without `holes` (sorted and disjoint)."""
+    left, at = [], span[0]
+    for start, stop in holes:
+        if start >= span[1]:
+            break
+        if start > at:
+            left.append((at, start))
+        at = max(at, stop)
+    if at < span[1]:
+        left.append((at, span[1]))
+    return left
+
+
+def computing(timeline: Timeline) -> dict[str, list[Interval]]:
+    """When each rank computes. Groups without any computation (links) are absent: nothing could hide their traffic."""
+    busy: dict[str, list[Interval]] = {}
+    for s in timeline.spans:
+        if s.kind in COMPUTE:
+            busy.setdefault(group(s.track), []).append((s.start, s.stop))
+    return {g: union(intervals) for g, intervals in busy.items()}
+
+
+def pieces(spans: Iterable[Span], computing: list[Interval] | None) -> list[Piece]:
+    """Spans of one track as pieces; `computing` is when the track's rank computes, None where it never does."""
+    out: list[Piece] = []
+    for s in spans:
+        if s.kind != "communication" or computing is None:
+            out.append(Piece(s.kind, s.start, s.stop, s.name))
+            continue
+        exposed = subtract((s.start, s.stop), computing)
+        out += [Piece("exposed", a, b, s.name) for a, b in exposed]
+        out += [Piece("communication", a, b, s.name) for a, b in subtract((s.start, s.stop), exposed)]
+    return sorted(out, key=lambda p: (p.start, p.stop))
+
+
+def exposed(timeline: Timeline) -> float:
+    """Seconds of communication that nothing hides, on the rank where they are most."""
+    busy = computing(timeline)
+    traffic: dict[str, list[Interval]] = {}
+    for s in timeline.spans:
+        if s.kind == "communication" and group(s.track) in busy:
+            traffic.setdefault(group(s.track), []).append((s.start, s.stop))
+    return max(
+        (sum(b - a for t in union(moved) for a, b in subtract(t, busy[g])) for g, moved in traffic.items()), default=0.0
+    )

@@ -1,0 +1,51 @@
+"""Runs functions of test modules in real processes, one per rank, joined by a gloo process group on loopback."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from dovetail.simulate.launch import launch, report
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_ranks(function: Callable[..., Any], *, ranks: int = 2, timeout: float = 240, **given: Any) -> list[Any]:
+    """What `function(**given)` returned on each rank, as JSON carries it."""
+    return [reports[0] for reports in run_all([(function, given)], ranks=ranks, timeout=timeout)]
+
+
+def run_all(
+    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], *, ranks: int = 2, timeout: float = 240
+) -> list[list[Any]]:
+    """Several calls, one after the other, in the same processes: starting those takes longer than most calls do."""
+    named = [(f"{function.__module__}:{function.__name__}", given) for function, given in calls]
+    results = launch(
+        ["-m", "tests.ranks", json.dumps(named)], ranks=ranks, timeout=timeout, env={"PYTHONPATH": str(ROOT)}
+    )
+    return [r.report for r in results]
+
+
+def _main(calls: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    reports = []
+    try:
+        for what, given in json.loads(calls):
+            module, name = what.split(":")
+            reports.append(getattr(importlib.import_module(module), name)(**given))
+        report(reports)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
