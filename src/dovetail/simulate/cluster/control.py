@@ -162,6 +162,10 @@ class Controller:
             return True
         if t.leaving:
             self._leave(key)
+            if s.done >= t.phase_end - 1e-9:
+                t.phase += 1
+                t.phase_end += t.job.phases[t.phase].iterations
+                s.shape = t.job.shape(t.phase)
             s.turn = self.engine.now
             t.restarts += 1
             self._wait(key)
@@ -286,12 +290,7 @@ class Controller:
         if self.num_waiting:
             return
         for key in sorted(self.elastic):
-            t = self.tickets[key]
-            if t.change is None and t.standing.shape.width < t.job.phases[t.phase].workers:
-                wider = t.job.shape(t.phase, t.standing.shape.width + 1)
-                extra = widen(self.books, key, wider, self.policy.rules)
-                if extra is not None:
-                    self._plan(key, 1, [*t.devices, extra])
+            self._widen(key)
         tried = 0
         for key in crowded(self.books):
             t = self.tickets[key]
@@ -306,12 +305,26 @@ class Controller:
             if tried == MOST_TRIED:
                 return
 
+    def _widen(self, key: int) -> None:
+        t = self.tickets[key]
+        width, most = t.standing.shape.width, t.job.phases[t.phase].workers
+        extra: list[int] = []
+        while t.change is None and width + len(extra) < most:
+            shape = t.job.shape(t.phase, width + len(extra) + 1)
+            found = widen(self.books, key, shape, self.policy.rules)
+            if found is None:
+                break
+            self.books.reserve(key, found)
+            extra.append(found)
+        if extra:
+            self._plan(key, len(extra), [*t.devices, *extra])
+
     def _plan(self, key: int, more: int, devices: list[int]) -> None:
         """At its next iteration boundary the job changes; devices it gains are booked from now on."""
         t = self.tickets[key]
         t.change = more, devices
         for d in devices:
-            if d not in t.devices:
+            if d not in self.books.holdings[key].devices:
                 self.books.reserve(key, d)
         self.engine.interrupt(key)
 

@@ -109,8 +109,7 @@ class TaskEngine:
         r = self.active[key]
         r.interrupted, r.until = False, until
         if tuple(devices) != r.devices or shape is not r.shape:
-            for d in r.devices:
-                self.residents[d].remove(r)
+            self._exit(r)
             r.place(shape, devices)
             self._enter(r)
         r.next_release = self.now + delay
@@ -118,9 +117,7 @@ class TaskEngine:
 
     def remove(self, key: int) -> None:
         """After a boundary: the job leaves its devices."""
-        r = self.active.pop(key)
-        for d in r.devices:
-            self.residents[d].remove(r)
+        self._exit(self.active.pop(key))
 
     def sync(self, key: int) -> None:
         """The standing is up to date at every boundary; nothing to do at this level."""
@@ -166,6 +163,11 @@ class TaskEngine:
         for d in r.devices:
             self.residents[d].append(r)
             self.residents[d].sort(key=_by_rank)
+
+    def _exit(self, r: Active) -> None:
+        for d in r.devices:
+            self.residents[d].remove(r)
+        self._touched.extend(r.devices)  # a guarded task may have waited for this job
 
     def _boundary(self, r: Active) -> bool:
         s = r.standing
