@@ -87,7 +87,7 @@ def simulate(
             raise Error(f"job {job.name!r} needs {need} bytes on a device, each has {cluster.device_bytes}")
     if level == "auto":
         tasks = sum(p.iterations * sum(map(len, j.shape(i).tasks)) for j in jobs for i, p in enumerate(j.phases))
-        level = "task" if tasks <= MANY_TASKS or record else "fluid"
+        level = "task" if tasks <= MANY_TASKS else "fluid"
     first, last = jobs[0].arrival, jobs[-1].arrival
     span = (first + window[0] * (last - first), first + window[1] * (last - first) if last > first else float("inf"))
     kind = TaskEngine if level == "task" else FluidEngine
