@@ -10,13 +10,10 @@ from dovetail.core.job import Job
 from dovetail.planning.pack import Cluster
 from dovetail.planning.schedulers import Policy
 
-from .report import drift
+from .report import report
 from .run import simulate
 from .tasks import Costs
 from .workload import sample
-
-BOUNDED = 0.05
-"""Up to this share of the arriving work may stay behind; what is measured at the edge is 5 % above what is carried."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,11 @@ def capacity(
     policy: Policy,
     *,
     depths: Literal["full", "ladder", "late"] = "full",
-    count: int = 1200,
+    count: int = 600,
     seed: int = 0,
     low: float = 0.3,
     high: float = 2.4,
-    steps: int = 6,
+    steps: int = 5,
     costs: Costs = Costs(),
 ) -> Capacity:
     """Bisects between a load that is surely carried and one that surely is not, on samples of the jobs."""
@@ -47,9 +44,9 @@ def capacity(
     for _ in range(steps):
         middle = (low * high) ** 0.5
         batch = [j.with_depths(depths) for j in sample(jobs, cluster.devices, middle, count=count, seed=seed)]
-        found = drift(simulate(batch, cluster, policy, level="fluid", costs=costs))
-        tried.append((middle, found))
-        if found <= BOUNDED:
+        found = report(simulate(batch, cluster, policy, level="fluid", costs=costs))
+        tried.append((middle, found.drift))
+        if found.bounded:
             low = middle
         else:
             high = middle

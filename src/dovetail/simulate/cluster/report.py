@@ -12,6 +12,9 @@ import numpy.typing as npt
 from .bounds import Bounds, bounds
 from .run import FloatArray, Outcome
 
+GROWING, NOTICED = 0.05, 1.5
+"""A queue is unbounded where this share of the arriving work stays behind and jobs take so much longer than alone. The
+second keeps one very long job in a short trace from looking like a queue."""
 SAMPLES = 16
 """Moments at which the backlog is looked at, per quarter."""
 Mask = npt.NDArray[np.bool_]
@@ -59,7 +62,7 @@ class Report:
     throughput: float
     """Work done until the queue emptied for good, in units of devices full of gangs: the measure under backlog."""
     drift: float
-    """How fast the backlog grew, as a share of the arriving work: above 0.05, the queue is not bounded."""
+    """How fast the backlog grew, as a share of the arriving work."""
     restarts: int
     groups: tuple[Group, ...]
     """All jobs that arrived in the window, then by size."""
@@ -67,6 +70,11 @@ class Report:
     @property
     def all(self) -> Group:
         return self.groups[0]
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the queue stayed bounded: the backlog did not grow, or nobody noticed."""
+        return self.drift <= GROWING or self.all.slowdown <= NOTICED
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
