@@ -76,7 +76,9 @@ def test_late_partial_depth_keeps_the_iterations_and_makes_the_second_half_cheap
 
 
 def test_a_narrower_iteration_keeps_the_deepest_workers_and_counts_for_less() -> None:
-    job = Job(name="j", phases=(Phase(iterations=5, workers=4, min_workers=2, depths=ladder(4)),), forward=1.0, backward=4.0)
+    job = Job(
+        name="j", phases=(Phase(iterations=5, workers=4, min_workers=2, depths=ladder(4)),), forward=1.0, backward=4.0
+    )
     shape = job.shape(0, 2)
     assert shape.tasks == ((4.0, 5.0),) and shape.progress == 0.5
 

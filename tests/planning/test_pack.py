@@ -57,7 +57,9 @@ def shapes() -> st.SearchStrategy[Shape]:
 
 
 @given(state=books(), wanted=shapes())
-def test_admission_finds_the_least_loaded_devices_iff_there_are_enough(state: tuple[Devices, Rules], wanted: Shape) -> None:
+def test_admission_finds_the_least_loaded_devices_iff_there_are_enough(
+    state: tuple[Devices, Rules], wanted: Shape
+) -> None:
     devices, rules = state
     mask = open_devices(devices, wanted, wanted.duty, rules)
     fitting = [
@@ -83,6 +85,7 @@ def test_admission_finds_the_least_loaded_devices_iff_there_are_enough(state: tu
     assert (found is None) == (not possible)
     assert (why(devices, wanted, rules) == "") == (found is not None)
     if found is not None:
+
         def load(c: tuple[int, ...]) -> float:
             return float(devices.load[list(c)].sum())
 
@@ -91,7 +94,9 @@ def test_admission_finds_the_least_loaded_devices_iff_there_are_enough(state: tu
 
 
 @given(state=books(), data=st.data())
-def test_what_is_added_and_removed_leaves_the_books_as_they_were(state: tuple[Devices, Rules], data: st.DataObject) -> None:
+def test_what_is_added_and_removed_leaves_the_books_as_they_were(
+    state: tuple[Devices, Rules], data: st.DataObject
+) -> None:
     devices, rules = state
     before = [a.copy() for a in (devices.load, devices.persistent, devices.ephemeral, devices.count)]
     wanted = data.draw(shapes())
@@ -168,7 +173,9 @@ def test_chosen_gangs_are_the_greedy_prefix(widths: list[int], devices: int, bac
 
 
 def test_an_idle_device_takes_the_longest_ready_task_of_the_best_rank() -> None:
-    tasks = Job(name="j", phases=(Phase(iterations=1, workers=3, depths=(0.2, 0.6, 1.0)),), forward=1.0, backward=1.0).shape()
+    tasks = Job(
+        name="j", phases=(Phase(iterations=1, workers=3, depths=(0.2, 0.6, 1.0)),), forward=1.0, backward=1.0
+    ).shape()
     first, second = Resident(0, tasks, range(3), BASE), Resident(1, tasks, range(3), (False, 1.0, 0.0, 1))
     residents = [first, second]
     assert pick(residents, 0, 0.0, "off") is None
@@ -226,7 +233,15 @@ def test_elastic_jobs_take_an_open_device_and_give_one_where_that_helps() -> Non
 
 
 def test_policies_have_names_and_a_wrong_one_is_told_the_right_ones() -> None:
-    wanted = {"jigsaw", "gang-fifo", "gang-fifo-backfill", "gang-srsf", "tiresias-las", "gandiva-timeslice", "static-partition"}
+    wanted = {
+        "jigsaw",
+        "gang-fifo",
+        "gang-fifo-backfill",
+        "gang-srsf",
+        "tiresias-las",
+        "gandiva-timeslice",
+        "static-partition",
+    }
     assert wanted <= set(POLICIES)
     assert policy("jigsaw", duty_cap=1.3).rules.duty_cap == 1.3
     with pytest.raises(Error, match="gang-srsf"):

@@ -48,7 +48,7 @@ def jobs(draw: st.DrawFn, most: int = 8) -> list[Job]:
 
 
 def mix(count: int, seed: int, *, devices: int = 32, load: float = 0.0, iterations: float = 1.0) -> list[Job]:
-    """A device-bound mix: 1 to 8 workers, BERT- and GPT-2-like iterations; all at once, or Poisson arrivals at a load."""
+    """Device-bound jobs of 1 to 8 workers, BERT- and GPT-2-like; all at once, or Poisson arrivals at a load."""
     rng = random.Random(seed)
     found, now = [], 0.0
     for i in range(count):

@@ -24,7 +24,9 @@ CLUSTER = Cluster(devices=32)
 
 
 @pytest.mark.parametrize("load", [0.0, 0.9])
-@pytest.mark.parametrize("name", ["jigsaw", "jigsaw-srpt", "jigsaw-las", "gang-fifo-backfill", "gang-srsf", "tiresias-las"])
+@pytest.mark.parametrize(
+    "name", ["jigsaw", "jigsaw-srpt", "jigsaw-las", "gang-fifo-backfill", "gang-srsf", "tiresias-las"]
+)
 def test_the_levels_agree_within_five_percent(name: str, load: float) -> None:
     """Over three mixes: mean completion and makespan, with jitter, switches, restarts and partial depths."""
     errors = []

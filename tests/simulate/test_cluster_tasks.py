@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,9 @@ from .cluster_jobs import SMALL, jobs
 ROOMY = Cluster(devices=8, node=8, device_bytes=2**40)
 
 
-def one(name: str, *, workers: int = 1, iterations: int = 1, f: float = 1.0, b: float = 0.0, s: float = 0.0, **kw: object) -> Job:
+def one(
+    name: str, *, workers: int = 1, iterations: int = 1, f: float = 1.0, b: float = 0.0, s: float = 0.0, **kw: object
+) -> Job:
     phase = Phase(iterations=iterations, workers=workers, depths=kw.pop("depths", ()))  # type: ignore[arg-type]
     return Job(name=name, phases=(phase,), forward=f, backward=b, off_device=s, **kw)  # type: ignore[arg-type]
 
@@ -56,7 +59,7 @@ def check_invariants(outcome: Outcome, cluster: Cluster) -> None:
         stages = len(job.stages) or 1
         ran = sorted(rounds[name])
         assert [r for r in ran if r[1] == 0] == [(i, 0) for i in range(len(ran) // stages)]
-        for earlier, later in zip(ran, ran[1:], strict=False):
+        for earlier, later in pairwise(ran):
             ended = max(stop for _, stop in rounds[name][earlier])
             pause = job.off_device if later[1] == 0 else 0.0
             assert min(start for start, _ in rounds[name][later]) >= ended + pause - 1e-6
@@ -118,7 +121,7 @@ def test_two_residents_hide_their_time_off_iff_it_fits_the_others_task(p: tuple[
     )
     # While both are there: the device idles between two tasks, or it never does.
     both = sorted((t.start, t.stop) for t in outcome.tasks if t.stop <= min(outcome.finish) - s)
-    idle = any(later[0] > earlier[1] + 1e-9 for earlier, later in zip(both[4:], both[5:], strict=False))
+    idle = any(later[0] > earlier[1] + 1e-9 for earlier, later in pairwise(both[4:]))
     assert idle == (s > min(p))
 
 
@@ -134,7 +137,9 @@ def test_a_job_alone_takes_the_sum_of_its_periods(workload: list[Job]) -> None:
 def test_list_scheduling_stays_below_area_plus_path(data: st.DataObject, devices: int) -> None:
     """Work-conserving and nobody off the device: makespan ≤ area + (1 − 1/G)·path, so within 2 − 1/G of the optimum."""
     times = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
-    batch = [one(str(i), workers=devices, iterations=3, f=f, b=b, depths=ladder(devices)) for i, (f, b) in enumerate(times)]
+    batch = [
+        one(str(i), workers=devices, iterations=3, f=f, b=b, depths=ladder(devices)) for i, (f, b) in enumerate(times)
+    ]
     chosen = policy("jigsaw", duty_cap=99, max_residents=99)
     outcome = simulate(batch, replace(ROOMY, devices=devices), chosen, level="task", costs=EXACT)
     limit = bounds(batch, devices)
@@ -148,7 +153,9 @@ def test_saturated_homogeneous_jobs_come_within_three_percent_of_the_bound(k: in
     cluster = replace(ROOMY, devices=16)
     s = off * (f + b)
     batch = [one(str(i), workers=k, iterations=60, f=f, b=b, s=s, depths=ladder(k)) for i in range(3 * 16 // k)]
-    outcome = simulate(batch, cluster, policy("jigsaw-las", duty_cap=9), level="task", costs=Costs(jitter=0.03, switch=0.0))
+    outcome = simulate(
+        batch, cluster, policy("jigsaw-las", duty_cap=9), level="task", costs=Costs(jitter=0.03, switch=0.0)
+    )
     reached = sum(j.gang_work for j in batch) / (16 * outcome.makespan)
     assert reached >= 0.97 * saturated_bound(batch[0])
     assert saturated_bound(batch[0]) == pytest.approx((f + b + s) / (f + b * (k + 1) / (2 * k)))

@@ -118,7 +118,7 @@ class Job(Noun, frozen=True, kw_only=True):
         return sum(p.iterations * self.shape(i).period for i, p in enumerate(self.phases))
 
     def with_depths(self, depths: Literal["full", "ladder", "late"]) -> Job:
-        """The same job under another depth plan: the ladder 1/k..1, or full depth first and the ladder in the last half."""
+        """The same job at other depths: the ladder 1/k..1, or full depth first and the ladder in the last half."""
         if self.stages:
             return self
         phases: list[Phase] = []

@@ -95,9 +95,7 @@ class Resident:
             at, stage = at + max(tasks[stage]), stage + 1
 
 
-def pick(
-    residents: Sequence[R], device: int, now: float, guard: Literal["off", "background", "all"]
-) -> R | None:
+def pick(residents: Sequence[R], device: int, now: float, guard: Literal["off", "background", "all"]) -> R | None:
     """The resident whose task an idle device starts now, or None. `residents` stand in order of rank.
 
     The first with a ready task wins. A guarded task is passed over if it is predicted to end after a job of better

@@ -11,7 +11,6 @@ from dovetail.core.job import Shape
 from .pack import Devices, Rules, admit, open_devices
 
 
-
 def crowded(devices: Devices, *, gain: float = 0.25) -> list[int]:
     """Jobs that might be better off elsewhere, the most crowded first.
 
@@ -26,7 +25,8 @@ def crowded(devices: Devices, *, gain: float = 0.25) -> list[int]:
 
 def _crowd(devices: Devices, key: int) -> float:
     holding = devices.holdings[key]
-    return sum(devices.load[holding.devices].tolist()) / len(holding.devices) - holding.duty
+    loads: list[float] = devices.load[holding.devices].tolist()
+    return sum(loads) / len(loads) - holding.duty
 
 
 def relocate(devices: Devices, key: int, rules: Rules, *, gain: float = 0.25) -> list[int] | None:

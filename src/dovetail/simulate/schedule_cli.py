@@ -30,7 +30,9 @@ class ScheduleCommand(TyperCommand):
 
 
 def schedule(
-    trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="A trace; default: a small one of our own.")] = None,
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="A trace; default: a small one of our own.")
+    ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")] = 64,
     policy: Annotated[
         str, typer.Option(metavar="NAME,…", help="Policies; a suffix :full, :ladder or :late sets the depths of one.")
@@ -40,24 +42,36 @@ def schedule(
     ] = None,
     spb: Annotated[
         Literal["full", "ladder", "late"],
-        typer.Option(help="Depths under policies that share devices: partial backpropagation always, or in the last half."),
+        typer.Option(
+            help="Depths under policies that share devices: partial backpropagation always, or in the last half."
+        ),
     ] = "full",
     capacity: Annotated[bool, typer.Option("--capacity", help="Find the largest load with a bounded queue.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Samples of the trace with Poisson arrivals; needs --load.")] = 1,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Use only so many jobs: the first, or of each sample.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Use only so many jobs: the first, or of each sample.")
+    ] = None,
     window: Annotated[str, typer.Option(metavar="0.2..0.8", help="Steady state: this part of the arrivals.")] = "0..1",
     level: Annotated[Literal["auto", "task", "fluid"], typer.Option(help="auto: task level if small enough.")] = "auto",
     node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
     memory: Annotated[float, typer.Option(min=0.001, help="Memory of a device, GiB.")] = 16.0,
-    duty_cap: Annotated[float | None, typer.Option(min=0.1, help="Most duty per device; default: the policy's.")] = None,
+    duty_cap: Annotated[
+        float | None, typer.Option(min=0.1, help="Most duty per device; default: the policy's.")
+    ] = None,
     jitter: Annotated[float, typer.Option(min=0.0, max=0.5, help="Spread of a task's duration.")] = 0.04,
     switch: Annotated[float, typer.Option(min=0.0, help="Seconds to turn to another job's task.")] = 0.002,
     restart: Annotated[float, typer.Option(min=0.0, help="Seconds to restart a preempted job.")] = 5.0,
-    shape: Annotated[str, typer.Option(help="Of iterations that the trace does not tell: gpu-bound, typical, mixed, …")] = "typical",
-    iteration: Annotated[float, typer.Option(min=1e-4, help="Seconds of an iteration that the trace does not tell.")] = 0.4,
+    shape: Annotated[
+        str, typer.Option(help="Of iterations that the trace does not tell: gpu-bound, typical, mixed, …")
+    ] = "typical",
+    iteration: Annotated[
+        float, typer.Option(min=1e-4, help="Seconds of an iteration that the trace does not tell.")
+    ] = 0.4,
     clip: Annotated[bool, typer.Option("--clip", help="Narrow jobs that are wider than the cluster.")] = False,
     png: Annotated[Path | None, typer.Option(metavar="out.png", help="Also draw the load curves.")] = None,
-    perfetto: Annotated[Path | None, typer.Option(metavar="out.json", help="Also write who ran where, for Perfetto.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="out.json", help="Also write who ran where, for Perfetto.")
+    ] = None,
     json: shell.Json = False,
 ) -> None:
     """Simulate a cluster: what would iteration-level scheduling give, against gangs, on your own trace?
@@ -98,7 +112,9 @@ def schedule(
 
             for c in who:
                 tell(f"capacity of {c.name}")
-                runs = [find(work, cluster, c.policy, depths=c.depths, seed=s, costs=costs) for s in range(max(samples, 2))]
+                runs = [
+                    find(work, cluster, c.policy, depths=c.depths, seed=s, costs=costs) for s in range(max(samples, 2))
+                ]
                 carried.append((c.name, runs))
     if png:
         from dovetail.view.schedule import curves_png
@@ -118,7 +134,8 @@ def schedule(
                 "trace": {"name": found.name, "format": found.format, "jobs": len(work), "assumed": found.assumed},
                 "devices": devices,
                 "cells": [
-                    {"policy": c.contender.name, "load": c.load, "samples": [r.to_json() for r in c.reports]} for c in cells
+                    {"policy": c.contender.name, "load": c.load, "samples": [r.to_json() for r in c.reports]}
+                    for c in cells
                 ],
                 "capacity": [{"policy": name, "loads": [c.load for c in runs]} for name, runs in carried],
             }

@@ -91,7 +91,9 @@ def verdict(cell: Cell, baseline: Cell) -> str:
     mine, base = cell.reports[0], baseline.reports[0]
     mean, makespan = mine.all.mean / base.all.mean - 1, mine.makespan / base.makespan - 1
     parts = [_phrase("mean completion", mean), _phrase("makespan", makespan)]
-    nothing = [g.name for g in base.groups[1:] for m in mine.groups if m.name == g.name and m.mean > g.mean * (1 - NOTHING)]
+    nothing = [
+        g.name for g in base.groups[1:] for m in mine.groups if m.name == g.name and m.mean > g.mean * (1 - NOTHING)
+    ]
     text = f"{cell.contender.name} against {baseline.contender.name}: {', '.join(parts)}"
     if nothing:
         return f"{text}; no gain for jobs of {', '.join(nothing)}"
@@ -137,7 +139,12 @@ def curves_png(cells: Sequence[Cell], path: str | Path, *, title: str = "") -> N
     for i, name in enumerate(names):
         mine = [c for c in cells if c.contender.name == name and c.load]
         loads = [c.load for c in mine]
-        look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4, "linewidth": 1.3}
+        look = {
+            "color": SERIES[i % len(SERIES)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "markersize": 4,
+            "linewidth": 1.3,
+        }
         slow = [c.figure(lambda r: r.all.slowdown) for c in mine]
         bars = [[s.mean - s.low for s in slow], [s.high - s.mean for s in slow]]
         left.errorbar(loads, [s.mean for s in slow], yerr=bars, label=name, capsize=2, **look)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Shape
 from dovetail.planning.pack import Cluster, Devices, Mask, admit, why
-from dovetail.planning.schedulers import Policy
+from dovetail.planning.partition import part_of, partition
 from dovetail.planning.priority import Rank, Standing, chosen, rank
 from dovetail.planning.repack import crowded, narrow, relocate, widen
+from dovetail.planning.schedulers import Policy
 
 from .fluid import FluidEngine
 from .tasks import Costs, TaskEngine
@@ -25,7 +24,7 @@ MOST_TRIED = 4
 """Residents that are looked at after each departure."""
 Engine = TaskEngine | FluidEngine
 Class = tuple[float, int, int, int, int, int]
-"""Jobs that are admitted or refused together: duty, width, persistent and ephemeral bytes, partition, fewest workers."""
+"""Jobs admitted or refused together: duty, width, persistent and ephemeral bytes, partition, fewest workers."""
 
 
 @dataclass
@@ -46,7 +45,6 @@ class Ticket:
     first_start: float = NEVER
     finish: float = NEVER
     restarts: int = 0
-    waits: list[str] = field(default_factory=list)
 
 
 class Controller:
@@ -78,7 +76,6 @@ class Controller:
         self.leases: list[tuple[int, tuple[int, ...], float, float]] = []
         self.drained: tuple[float, float] | None = None
         """When the last job had been admitted, and the work done by then (device-seconds of a full gang)."""
-        self.events = 0
 
     def run(self) -> None:
         engine, tick, at = self.engine, NEVER, 0
@@ -86,9 +83,6 @@ class Controller:
         while left:
             arrival = self.tickets[at].job.arrival if at < len(self.tickets) else NEVER
             back = engine.run(min(arrival, tick))
-            if not back and engine.now >= NEVER:
-                raise Error(self._stuck())
-            self.events += 1
             for key in back:
                 left -= self._boundary(key)
             if not back and arrival == NEVER and tick == NEVER:
@@ -251,7 +245,7 @@ class Controller:
             heapq.heappop(todo)
 
     def _preempt(self) -> None:
-        """Gangs of best rank should run: others leave at their next boundary, and waiting ones start as devices free."""
+        """Gangs of best rank should run: others leave at their next boundary, waiting ones start as devices free."""
         if not self.num_waiting:
             return
         now, order, thresholds = self.engine.now, self.policy.order, self.policy.thresholds
@@ -362,48 +356,3 @@ class Controller:
         t = next(t for t in self.tickets if t.finish == NEVER and not t.running)
         reason = why(self.books, t.standing.shape, self.policy.rules, allowed=self.masks[t.part])
         return f"{self.policy.name}: job {t.job.name!r} can never run: {reason}"
-
-
-def part_of(job: Job, parts: dict[str, Mask]) -> str:
-    """The partition a job belongs to: its tenant's, or background and foreground, or narrow and wide."""
-    for name in (f"tenant {job.tenant}", "background" if job.background else "foreground",
-                 "one worker" if job.workers == 1 else "several workers"):  # fmt: skip
-        if name in parts:
-            return name
-    raise AssertionError(f"job {job.name!r} belongs to no partition of {list(parts)}")
-
-
-def partition(jobs: Sequence[Job], cluster: Cluster) -> dict[str, Mask]:
-    """Divides the devices among tenants, else foreground and background, else one worker and several, by their work.
-
-    Everyone gets at least the width of its widest job.
-    """
-    for labels in (
-        [f"tenant {j.tenant}" for j in jobs],
-        ["background" if j.background else "foreground" for j in jobs],
-        ["one worker" if j.workers == 1 else "several workers" for j in jobs],
-    ):
-        names = sorted(set(labels))
-        if len(names) > 1:
-            break
-    work = {n: 0.0 for n in names}
-    widest = dict.fromkeys(names, 1)
-    for label, job in zip(labels, jobs, strict=True):
-        work[label] += job.gang_work
-        widest[label] = max(widest[label], *(p.workers for p in job.phases))
-    if sum(widest.values()) > cluster.devices:
-        raise Error(
-            f"static-partition: the widest jobs of {len(names)} partitions need {sum(widest.values())} devices together, "
-            f"the cluster has {cluster.devices}"
-        )
-    total = sum(work.values())
-    share = dict(widest)
-    for _ in range(cluster.devices - sum(widest.values())):  # one device at a time to whoever lacks most
-        share[max(names, key=lambda n: work[n] / total * cluster.devices - share[n])] += 1
-    masks: dict[str, Mask] = {}
-    size, at = Devices(cluster).exists.size, 0
-    for name in names:
-        mask = np.zeros(size, dtype=np.bool_)
-        mask[at : at + share[name]] = True
-        masks[name], at = mask, at + share[name]
-    return masks

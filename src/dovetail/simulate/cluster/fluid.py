@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from dovetail.core.job import Shape
-from dovetail.planning.schedulers import Policy
 from dovetail.planning.priority import Standing, rank
+from dovetail.planning.schedulers import Policy
 
 from .rates import alone, together
 from .tasks import Costs
@@ -49,7 +49,9 @@ class FluidEngine:
 
     # -- what the controller calls --
 
-    def start(self, standing: Standing, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0) -> None:
+    def start(
+        self, standing: Standing, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0
+    ) -> None:
         f = self.flows[standing.serial] = Flow(standing, shape, devices, until)
         self._settle(standing.serial, f, delay)
 
@@ -182,7 +184,9 @@ class FluidEngine:
         flows = self.flows
         ranked = sorted(group, key=lambda k: rank(self.policy.order, flows[k].standing))
         if self.policy.order == "las":  # all tie: let equal groups look equal
-            ranked.sort(key=lambda k: (flows[k].standing.background, flows[k].shape.tasks, flows[k].shape.off_device, k))
+            ranked.sort(
+                key=lambda k: (flows[k].standing.background, flows[k].shape.tasks, flows[k].shape.off_device, k)
+            )
         patterns: dict[int, list[tuple[int, int]]] = {}
         for i, key in enumerate(ranked):
             f = flows[key]

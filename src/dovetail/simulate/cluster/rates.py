@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from dovetail.core.job import Shape
+from dovetail.planning.priority import Order, Standing
 from dovetail.planning.schedulers import Policy
-from dovetail.planning.priority import Standing
 
 from .tasks import Costs, TaskEngine
 
@@ -63,7 +63,7 @@ def together(
     Under least attained service all are taken to have attained the same, so that the rates are fair shares; every
     other order is the order in which the jobs are given.
     """
-    order = "las" if policy.order == "las" else "fifo"
+    order: Order = "las" if policy.order == "las" else "fifo"
     engine = TaskEngine(len(patterns), replace(policy, order=order), replace(costs, seed=1))
     places: list[dict[int, int]] = [{} for _ in shapes]
     for device, pattern in enumerate(patterns):

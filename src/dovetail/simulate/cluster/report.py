@@ -120,7 +120,13 @@ def report(outcome: Outcome) -> Report:
 
 
 def _group(
-    name: str, mask: Mask, arrival: FloatArray, start: FloatArray, finish: FloatArray, alone: FloatArray, fair: FloatArray
+    name: str,
+    mask: Mask,
+    arrival: FloatArray,
+    start: FloatArray,
+    finish: FloatArray,
+    alone: FloatArray,
+    fair: FloatArray,
 ) -> Group:
     completion = (finish - arrival)[mask]
     return Group(

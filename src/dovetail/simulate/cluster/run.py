@@ -42,7 +42,7 @@ class Outcome:
     """The steady-state window, and the device-seconds in tasks within it."""
     window_busy: float
     drained: tuple[float, float]
-    """When the queue emptied for good, and the work done by then, in device-seconds of gangs with full backpropagation."""
+    """When the queue emptied for good, and the work done by then, in device-seconds of gangs at full depth."""
     leases: tuple[tuple[int, tuple[int, ...], float, float], ...]
     tasks: tuple[TaskRun, ...]
 

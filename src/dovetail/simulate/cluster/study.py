@@ -34,7 +34,7 @@ class Contender:
 def contenders(text: str, *, spb: Depths = "full", duty_cap: float | None = None) -> list[Contender]:
     """From "jigsaw,gang-fifo-backfill:ladder": without a suffix, `spb` for policies that share devices and full depth
     for gangs, which partial depth alone does not help."""
-    found = []
+    found: list[Contender] = []
     for item in (part.strip() for part in text.split(",")):
         name, _, depths = item.partition(":")
         chosen = policy(name, duty_cap=duty_cap)
@@ -101,9 +101,14 @@ def study(
                 noisy = Costs(costs.jitter, costs.switch, costs.restart, costs.move, costs.seed + seed)
                 outcomes.append(
                     simulate(
-                        batch, cluster, contender.policy, level=level, costs=noisy, window=window,
+                        batch,
+                        cluster,
+                        contender.policy,
+                        level=level,
+                        costs=noisy,
+                        window=window,
                         record=record and not seed,
-                    )  # fmt: skip
+                    )
                 )
             cells.append(Cell(contender, load, tuple(report(o) for o in outcomes), outcomes[0]))
     return cells

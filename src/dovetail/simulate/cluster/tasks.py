@@ -16,8 +16,8 @@ import numpy as np
 
 from dovetail.core.job import Shape, TaskRun
 from dovetail.planning.dispatch import Resident, pick
-from dovetail.planning.schedulers import Policy
 from dovetail.planning.priority import Rank, Standing, rank
+from dovetail.planning.schedulers import Policy
 
 TOGETHER = 1e-9
 """Events closer than this (seconds) happen at the same time: all of them, then dispatch."""
@@ -93,7 +93,9 @@ class TaskEngine:
 
     # -- what the controller calls, always between events --
 
-    def start(self, standing: Standing, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0) -> None:
+    def start(
+        self, standing: Standing, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0
+    ) -> None:
         r = Active(standing, shape, devices, self.policy, until)
         self.active[r.key] = r
         self._enter(r)

@@ -42,7 +42,7 @@ POLLUX = ["name", "time", "application", "num_replicas", "batch_size"]
 GAVEL = ["job_type", "command", "steps_arg", "needs_data_dir", "total_steps", "arrival", "scale_factor"]
 
 POLLUX_HOURS = {"cifar10": 0.5, "ncf": 0.5, "deepspeech2": 3.0, "bert": 3.0, "yolov3": 30.0, "imagenet": 300.0}
-"""Device-hours assumed per application: the middle of the size class its authors put it in (0–1, 1–10, 10–100, more)."""
+"""Device-hours assumed per application, from the size class its authors put it in: 0–1, 1–10, 10–100, more."""
 
 
 def read_trace(path: str | Path, *, assumed: Assumed = Assumed(), device: str = "v100") -> Trace:
@@ -68,7 +68,9 @@ def read_trace(path: str | Path, *, assumed: Assumed = Assumed(), device: str = 
         known = "iterations" in names
         return _sorted(path, "dovetail", table(path, _numbered(_own, assumed)), "" if known else assumed.describe())
     raise InputError(
-        path, "line 1", f"expected a header with {' and '.join(OWN_REQUIRED)}, or that of a Philly, Muri or Pollux trace"
+        path,
+        "line 1",
+        f"expected a header with {' and '.join(OWN_REQUIRED)}, or that of a Philly, Muri or Pollux trace",
     )
 
 
@@ -210,7 +212,9 @@ def _pollux(path: Path, assumed: Assumed) -> list[Job]:
 def _check_own(path: Path, names: list[str]) -> None:
     for name in names:
         if name not in OWN_REQUIRED + OWN_OPTIONAL:
-            raise InputError(path, f"line 1, {name}", f"unknown column; known: {', '.join(OWN_REQUIRED + OWN_OPTIONAL)}")
+            raise InputError(
+                path, f"line 1, {name}", f"unknown column; known: {', '.join(OWN_REQUIRED + OWN_OPTIONAL)}"
+            )
     if "iterations" in names:
         for name in ("forward", "backward"):
             if name not in names:

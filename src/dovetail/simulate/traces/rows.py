@@ -94,9 +94,7 @@ def header(path: Path) -> list[str]:
     return [name.strip() for name in next(csv.reader([first]))]
 
 
-def table(
-    path: Path, parse: Callable[[Row], T], *, fields: list[str] | None = None, delimiter: str = ","
-) -> list[T]:
+def table(path: Path, parse: Callable[[Row], T], *, fields: list[str] | None = None, delimiter: str = ",") -> list[T]:
     """Every row of a table, parsed. Empty lines at the end are allowed, everything else must be right.
 
     `fields` names the columns of a table without a header.
@@ -109,7 +107,9 @@ def table(
     bad: list[InputError] = []
     count, empty = 0, 0
     # Quoting is off for tables without header: commands in them may hold quotes.
-    reader = csv.reader(lines(path), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if fields is None else csv.QUOTE_NONE)
+    reader = csv.reader(
+        lines(path), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if fields is None else csv.QUOTE_NONE
+    )
     try:
         for cells in reader:
             if fields is None and reader.line_num == 1:
