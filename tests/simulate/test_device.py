@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.core.errors import Error
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
-from dovetail.simulate.channel import register
+from dovetail.simulate.channel import leave, register
 from dovetail.simulate.device import AHEAD, emulated
 from dovetail.simulate.launch import launch, report
 
@@ -192,7 +192,7 @@ def rank_main() -> None:
         sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         found.append({"worst": worst, "sizes": [int(s) for s in sizes.split(", ")]})
     report(found)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

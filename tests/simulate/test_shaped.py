@@ -170,13 +170,14 @@ def rank_main(size: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from dovetail.simulate.channel import leave
     from dovetail.simulate.launch import report
 
     dist.init_process_group("gloo")
     tensor = torch.full((size // 4,), float(dist.get_rank() + 1))
     dist.all_reduce(tensor)
     report(float(tensor[-1]))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def train(
 
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: a first look, noisier figures.")] = False,
-    rate: Annotated[str, typer.Option(help="Speed of the shaped network's links.")] = "1gbit",
+    rate: Annotated[str, typer.Option(help="Speed of the shaped network's links.")] = "2gbit",
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON.")] = None,
 ) -> None:
     """The main job, start to end: profile, plan, and train a real model against DDP on a shaped network."""

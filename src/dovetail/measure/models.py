@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .batches import Batch, Loss
 
-BUILT_IN = ("mlp", "cnn", "gpt")
+BUILT_IN = ("mlp", "cnn", "gpt", "resnet50")
 HUGGING_FACE = ("hf:resnet-50", "hf:bert-base", "hf:gpt2", "hf:vit-base")
 
 _SHORT = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
@@ -62,6 +62,8 @@ def _built_in(name: str) -> Workload:
         return Workload(name, zoo.mlp(), lambda n: torch.randn(n, 64), zoo.cross_entropy)
     if name == "cnn":
         return Workload(name, zoo.cnn(), lambda n: torch.randn(n, 3, 32, 32), zoo.cross_entropy)
+    if name == "resnet50":
+        return Workload(name, zoo.resnet50(), lambda n: torch.randn(n, 3, 64, 64), zoo.cross_entropy)
     gpt = zoo.GPT()
 
     def characters(n: int) -> Batch:

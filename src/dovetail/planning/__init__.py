@@ -23,7 +23,7 @@ from .policies import COMPARED
 from .robust import THRESHOLDS_MIB
 from .stream import objective, stream
 
-__all__ = ["candidates", "compare", "plan"]
+__all__ = ["candidates", "compare", "plan", "predict"]
 
 
 def plan(
@@ -63,6 +63,13 @@ def candidates(
         if tuple(cuts) not in plans:
             plans[tuple(cuts)] = setting.of(name, cuts)
     return list(plans.values())
+
+
+def predict(plan: Plan, profile: Profile, network: Network, *, workers: int | None = None) -> Plan:
+    """The same buckets with what this profile and this network say of them, at the profile's own batch."""
+    if tuple(t.name for t in profile.tensors) != plan.tensors:
+        raise Error(f"plan for {plan.profile!r}: expected the tensors of profile {profile.name!r} in its order")
+    return _Setting(profile, network, workers, None).of(plan.policy, [b.stop for b in plan.buckets])
 
 
 class _Setting:

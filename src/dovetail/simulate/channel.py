@@ -36,6 +36,9 @@ BACKEND = "dovetail-emulated"
 LATENCY = "DOVETAIL_EMULATED_LATENCY"
 """Environment variable with the latency in seconds, where `register` is not told one."""
 
+SETTLE = 0.1
+"""Seconds, without Python's lock, in which gloo's threads let go of what they have done."""
+
 _NO_TIMEOUT = timedelta(0)  # what torch hands to `wait` when nobody asked for a time-out
 _latency = 0.0
 
@@ -68,6 +71,18 @@ def register(*, latency: float | None = None) -> str:
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
     return BACKEND
+
+
+def leave() -> None:
+    """Ends this rank's part in torch.distributed: when all ranks are here, destroys the groups. For plain gloo too.
+
+    A DDP module that outlives its group joins gloo's threads while it holds Python's lock, and a thread that is just
+    letting go of its last collective may be waiting for that lock: without a pause in between, ranks hang now and
+    then (torch's issue 56297).
+    """
+    dist.barrier()
+    time.sleep(SETTLE)
+    dist.destroy_process_group()
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> EmulatedChannel:
@@ -239,6 +254,7 @@ class EmulatedChannel(dist.ProcessGroup):
         for worker in (self._collectives, self._messages):
             if worker is not None:
                 worker.stop(self._timeout.total_seconds())
+        time.sleep(SETTLE)  # see `leave`
         self._inner.shutdown()
 
 

@@ -187,9 +187,10 @@ class Tuner:
         if missing:
             raise Error("not every parameter got a gradient in every step: buckets cannot be planned from such steps")
         # Gap by gap, a low quantile: what the machine did besides must not look like computation, or the plan splits
-        # too finely.
+        # too finely. Low quantiles add up to less than any step took, so they only share out a low total.
         stamps = np.maximum.accumulate([[ready[i] for i in order] for ready in usable], axis=1)
         gaps = np.quantile(np.diff(stamps, axis=1, prepend=0.0), 0.25, axis=0)
+        gaps *= np.quantile(stamps[:, -1], 0.25) / max(gaps.sum(), 1e-9)
         forward = float(np.quantile([s.forward for s in steps], 0.25))
         forward, *gaps_agreed = agree.largest([forward, *gaps], self._group, self._device)
         ready = np.cumsum(gaps_agreed)
