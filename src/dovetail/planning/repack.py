@@ -14,12 +14,20 @@ from .pack import Devices, Rules, admit, open_devices
 def crowded(devices: Devices, *, gain: float = 0.25) -> list[int]:
     """Jobs that might be better off elsewhere, the most crowded first.
 
-    A job's crowd is the mean load that others put on its devices; no place is emptier than the emptiest device.
+    A job's crowd is the mean load that others put on its devices; a job of k devices is looked at only if the k
+    emptiest devices would be better by `gain`.
     """
     shared = np.flatnonzero(devices.count > 1)
-    least = float(devices.load.min()) + gain
+    if not len(shared):
+        return []
+    loads = np.sort(devices.load)[: devices.cluster.devices]
+    least = (np.cumsum(loads) / np.arange(1, len(loads) + 1)).tolist()  # mean load of the emptiest 1, 2, … devices
     keys = {key for d in shared for key in devices.residents[d]}
-    crowds = [(crowd, key) for key in keys if (crowd := _crowd(devices, key)) >= least]
+    crowds = []
+    for key in keys:
+        crowd = _crowd(devices, key)
+        if crowd >= least[len(devices.holdings[key].devices) - 1] + gain:
+            crowds.append((crowd, key))
     return [key for _, key in sorted(crowds, reverse=True)]
 
 

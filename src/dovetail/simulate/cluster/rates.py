@@ -17,9 +17,9 @@ from dovetail.planning.schedulers import Policy
 
 from .tasks import Costs, TaskEngine
 
-WARM, MEASURED = 2, 10
+WARM, MEASURED = 2, 8
 """Iterations of the slowest job, before and while measuring."""
-ENOUGH = 500
+ENOUGH = 300
 """Tasks after which a large group's measurement may end early."""
 
 Pattern = tuple[tuple[int, int], ...]
