@@ -109,7 +109,7 @@ def full_scale(quick: bool, checks: list[Check]) -> Cells:
         if limit == 60.0:
             checks.append(Check(f"{what}: peak memory", f"{peak:.2f} GB", "< 2 GB", peak < 2))
     if not quick and cells:
-        for trace, sizes in (("muri/trace1.csv", (64, 128, 256)), ("philly/philly.csv", (448, 2048))):
+        for trace, sizes in (("muri/trace1.csv", (64, 128, 256)), ("philly/philly.csv", (512, 2048))):
             for devices in sizes:
                 for who in (BASE, "jigsaw", "jigsaw:ladder"):
                     if (trace, devices, who) not in [(c["trace"], c["devices"], c["policy"]) for c in cells]:
@@ -131,7 +131,7 @@ def full_scale(quick: bool, checks: list[Check]) -> Cells:
 
 def main() -> None:
     args = arguments(__doc__ or "")
-    seeds = 3 if args.quick else 5
+    seeds = 3 if args.quick else 4
     checks: list[Check] = []
     tables: dict[str, Cells] = {}
     exactness(checks)
@@ -139,12 +139,12 @@ def main() -> None:
     saturation(tables["saturated"], checks)
     tables["mixes"] = studies.mixes(seeds, QUICK if args.quick else FULL)
     gains(tables["mixes"], checks)
-    tables["levels"] = studies.agreement(2 if args.quick else 5)
+    tables["levels"] = studies.agreement(2 if args.quick else 4)
     levels(tables["levels"], checks)
     tables["full scale"] = full_scale(args.quick, checks)
     if not args.quick:
-        tables["capacity"] = studies.capacities(3)
-        show("capacity: the largest load with a bounded queue, three seeds", tables["capacity"], {
+        tables["capacity"] = studies.capacities(2)
+        show("capacity: the largest load with a bounded queue, two seeds", tables["capacity"], {
             "policy": lambda c: c["policy"],
             "capacity": lambda c: f"{c['capacity']:.2f} ({c['low']:.2f}–{c['high']:.2f})",
         })  # fmt: skip

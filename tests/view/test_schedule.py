@@ -84,6 +84,13 @@ def test_wrong_use_gets_one_line(trace: Path, arguments: list[str], line: str) -
     assert line in str(e.value) and "\n" not in str(e.value)
 
 
+def test_every_bad_row_is_told(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace.write_text("arrival,workers,duration\n1,0,5\n2,1,5\n3,1,x\n")
+    with pytest.raises(Error, match="line 2, workers"):
+        schedule(trace)
+    assert "line 4, duration: expected a number above 0, got 'x'" in " ".join(capsys.readouterr().err.split())
+
+
 def test_jobs_wider_than_the_cluster_can_be_narrowed(trace: Path) -> None:
     assert "30 jobs on 4 devices" in run(trace, "--devices", "4", "--clip")
 

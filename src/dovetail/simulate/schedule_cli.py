@@ -84,7 +84,7 @@ def schedule(
     from .cluster import Costs
     from .cluster.study import contenders, study
     from .cluster.workload import clipped
-    from .traces import Assumed, read_trace
+    from .traces import Assumed, TraceError, read_trace
 
     source = trace or SHIPPED
     loads = numbers("--load", load) if load else []
@@ -92,7 +92,12 @@ def schedule(
     who = contenders(policy, spb=spb, duty_cap=duty_cap)
     cluster = Cluster(devices=devices, node=node, device_bytes=int(memory * 2**30))
     costs = Costs(jitter=jitter, switch=switch, restart=restart)
-    found = read_trace(source, assumed=Assumed(shape=shape, iteration=iteration))
+    try:
+        found = read_trace(source, assumed=Assumed(shape=shape, iteration=iteration))
+    except TraceError as e:
+        for row in e.rows[1:]:
+            shell.say(f"dovetail: {row}")
+        raise
     work = list(found.jobs)
     if jobs and samples == 1:
         work = work[:jobs]
