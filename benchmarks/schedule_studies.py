@@ -242,7 +242,7 @@ def one(name: str, devices: int, who: str) -> None:
 
 def capacities(seeds: int) -> list[dict[str, Any]]:
     cells = []
-    for c in contenders(f"{BASE},{BASE}:ladder,jigsaw,jigsaw:ladder,gang-fifo,gang-srsf"):
+    for c in contenders(f"{BASE},{BASE}:ladder,jigsaw,jigsaw:ladder,gang-srsf"):
         loads = [
             capacity(mix(DEVICE_BOUND, 0), Cluster(devices=32), c.policy, depths=c.depths, seed=s).load
             for s in range(seeds)
@@ -255,10 +255,10 @@ def curves(path: Path) -> None:
     from dovetail.view.schedule import curves_png
 
     jobs = mix(DEVICE_BOUND, 0, load=0.9)
-    who = contenders(f"{BASE},gang-srsf,tiresias-las,jigsaw,jigsaw:ladder,jigsaw-srpt:ladder")
-    loads = [0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4]
-    cells = study(jobs, Cluster(devices=32), who, loads=loads, samples=3, count=240, level="fluid", window=(0.2, 0.8))
-    curves_png(cells, path, title="device-bound mix, 32 devices, three samples of 240 jobs")
+    who = contenders(f"{BASE},gang-srsf,jigsaw,jigsaw:ladder,jigsaw-srpt:ladder")
+    loads = [0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3]
+    cells = study(jobs, Cluster(devices=32), who, loads=loads, samples=2, count=240, level="fluid", window=(0.2, 0.8))
+    curves_png(cells, path, title="device-bound mix, 32 devices, two samples of 240 jobs")
 
 
 if __name__ == "__main__":

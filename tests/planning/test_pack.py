@@ -13,6 +13,7 @@ from dovetail.core.errors import Error
 from dovetail.core.job import Job, Phase, Shape, Stage
 from dovetail.planning.dispatch import Resident, pick
 from dovetail.planning.pack import Cluster, Devices, Rules, admit, open_devices, spread, why
+from dovetail.planning.partition import part_of, partition
 from dovetail.planning.priority import Standing, chosen, rank
 from dovetail.planning.repack import crowded, narrow, relocate, widen
 from dovetail.planning.schedulers import POLICIES, policy
@@ -246,3 +247,20 @@ def test_policies_have_names_and_a_wrong_one_is_told_the_right_ones() -> None:
     assert policy("jigsaw", duty_cap=1.3).rules.duty_cap == 1.3
     with pytest.raises(Error, match="gang-srsf"):
         policy("fifo")
+
+
+def test_a_static_partition_follows_the_work_and_fits_the_widest_job() -> None:
+    def tenant(name: str, workers: int, iterations: int) -> Job:
+        phase = Phase(iterations=iterations, workers=workers)
+        return Job(name=name, phases=(phase,), forward=1.0, tenant=name)
+
+    cluster = Cluster(devices=12, node=4)
+    jobs = [tenant("small", 4, 1), tenant("large", 2, 100)]
+    parts = partition(jobs, cluster)
+    assert {name: int(mask.sum()) for name, mask in parts.items()} == {"tenant large": 8, "tenant small": 4}
+    assert not (parts["tenant large"] & parts["tenant small"]).any()
+    assert part_of(jobs[0], parts) == "tenant small"
+    alike = [tenant("same", 1, 1), tenant("same", 3, 1)]
+    assert set(partition(alike, cluster)) == {"one worker", "several workers"}
+    with pytest.raises(Error, match="need 14 devices, the cluster has 12"):
+        partition([tenant("a", 7, 1), tenant("b", 7, 1)], cluster)

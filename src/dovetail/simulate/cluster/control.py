@@ -177,8 +177,8 @@ class Controller:
             delay = self.costs.move
             self._close_lease(key)
             self.freed.update(set(t.devices) - set(devices))
-            self.refused.clear()
         if tuple(devices) != t.devices or shape is not s.shape:
+            self.refused.clear()
             self.books.replace(key, shape, devices)
             t.devices, s.shape = tuple(devices), shape
         self.engine.resume(key, shape, devices, until=t.phase_end, delay=delay)
@@ -324,6 +324,8 @@ class Controller:
 
     def _narrow(self) -> None:
         """The first in the queue may start if an elastic job gives up workers."""
+        if any(self.tickets[key].change is not None for key in self.elastic):
+            return  # somebody is about to
         _, head = min(jobs[0] for jobs in self.waiting.values())
         offers = []
         for key in sorted(self.elastic, reverse=True):
