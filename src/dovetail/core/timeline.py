@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from .store import Bytes, Name, Noun, Record, Seconds
 
-SpanKind = Literal["forward", "backward", "communication", "optimizer", "wait"]
+SpanKind = Literal["forward", "backward", "communication", "optimizer", "wait", "task", "lease"]
 
 
 class Span(Record, frozen=True, kw_only=True):

@@ -25,6 +25,8 @@ LOOKS: dict[str, Look] = {
     "exposed": Look("#d55e00", "█", "#", "exposed", "communication, exposed"),
     "optimizer": Look("#009e73", "▓", "+", "optimizer", "optimizer"),
     "wait": Look("#bbbbbb", "·", ".", "waiting", "waiting"),
+    "task": Look("#0072b2", "▒", "=", "task", "task of a job"),
+    "lease": Look("#56b4e9", "░", "-", "lease", "lease of a device"),
 }
 """By span kind; "exposed" is the part of communication that no computation of the same rank hides."""
 

@@ -1,0 +1,53 @@
+"""Capacity: the largest load that a policy carries with a bounded queue, by bisection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dovetail.core.job import Job
+from dovetail.planning.pack import Cluster
+from dovetail.planning.schedulers import Policy
+
+from .report import report
+from .run import simulate
+from .tasks import Costs
+from .workload import sample
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """In units of devices full of gangs with full backpropagation."""
+
+    policy: str
+    load: float
+    tried: tuple[tuple[float, float], ...]
+    """(load, drift) of every run."""
+
+
+def capacity(
+    jobs: Sequence[Job],
+    cluster: Cluster,
+    policy: Policy,
+    *,
+    depths: Literal["full", "ladder", "late"] = "full",
+    count: int = 600,
+    seed: int = 0,
+    low: float = 0.3,
+    high: float = 2.4,
+    steps: int = 5,
+    costs: Costs = Costs(),
+) -> Capacity:
+    """Bisects between a load that is surely carried and one that surely is not, on samples of the jobs."""
+    tried = []
+    for _ in range(steps):
+        middle = (low * high) ** 0.5
+        batch = [j.with_depths(depths) for j in sample(jobs, cluster.devices, middle, count=count, seed=seed)]
+        found = report(simulate(batch, cluster, policy, level="fluid", costs=costs))
+        tried.append((middle, found.drift))
+        if found.bounded:
+            low = middle
+        else:
+            high = middle
+    return Capacity(policy.name, (low * high) ** 0.5, tuple(tried))

@@ -1,0 +1,360 @@
+"""The controller: jobs arrive, wait, run, change, finish. The same at both levels; the decisions are `planning`'s."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.core.errors import Error
+from dovetail.core.job import Job, Shape
+from dovetail.planning.pack import Cluster, Devices, Mask, admit, why
+from dovetail.planning.partition import part_of, partition
+from dovetail.planning.priority import Rank, Standing, chosen, rank
+from dovetail.planning.repack import crowded, narrow, relocate, widen
+from dovetail.planning.schedulers import Policy
+
+from .fluid import FluidEngine
+from .tasks import Costs, TaskEngine
+
+NEVER = float("inf")
+WORTH_MOVING = 20
+"""A job moves only if it will run for so many times the cost of a move."""
+MOST_TRIED = 4
+"""Residents that are looked at after each departure."""
+Engine = TaskEngine | FluidEngine
+Class = tuple[float, int, int, int, int, int]
+"""Jobs admitted or refused together: duty, width, persistent and ephemeral bytes, partition, fewest workers."""
+
+
+@dataclass
+class Ticket:
+    """A job on its way through the cluster."""
+
+    job: Job
+    standing: Standing
+    part: int
+    phase: int = 0
+    phase_end: float = 0.0
+    running: bool = False
+    leaving: bool = False
+    change: tuple[int, list[int]] | None = None
+    """What happens at its next boundary: workers more or fewer, and its devices from then on."""
+    devices: tuple[int, ...] = ()
+    lease_start: float = 0.0
+    first_start: float = NEVER
+    finish: float = NEVER
+    restarts: int = 0
+
+
+class Controller:
+    """Plays a list of jobs, ordered by arrival, on an engine."""
+
+    def __init__(self, jobs: Sequence[Job], cluster: Cluster, policy: Policy, costs: Costs, engine: Engine) -> None:
+        self.cluster, self.policy, self.costs, self.engine = cluster, policy, costs, engine
+        self.books = Devices(cluster)
+        self.parts = partition(jobs, cluster) if policy.partition else {}
+        names = list(self.parts)
+        self.masks: list[Mask | None] = list(self.parts.values()) if self.parts else [None]
+        self.tickets = [
+            Ticket(
+                job=job,
+                standing=Standing(
+                    serial=i, arrival=job.arrival, total=job.iterations, shape=job.shape(), background=job.background
+                ),
+                part=names.index(part_of(job, self.parts)) if self.parts else 0,
+                phase_end=job.phases[0].iterations,
+            )
+            for i, job in enumerate(jobs)
+        ]
+        self.waiting: dict[Class, list[tuple[Rank, int]]] = {}
+        self.queue: list[tuple[Rank, int]] = []  # preemptive policies: waiting jobs, sorted
+        self.num_waiting = 0
+        self.refused: set[Class] = set()
+        self.freed: set[int] = set()
+        self.elastic: set[int] = set()
+        self.leases: list[tuple[int, tuple[int, ...], float, float]] = []
+        self.drained: tuple[float, float] | None = None
+        """When the last job had been admitted, and the work done by then (device-seconds of a full gang)."""
+
+    def run(self) -> None:
+        engine, tick, at = self.engine, NEVER, 0
+        left = len(self.tickets)
+        while left:
+            arrival = self.tickets[at].job.arrival if at < len(self.tickets) else NEVER
+            back = engine.run(min(arrival, tick))
+            for key in back:
+                left -= self._boundary(key)
+            if not back and arrival == NEVER and tick == NEVER:
+                raise Error(self._stuck())
+            while at < len(self.tickets) and self.tickets[at].job.arrival <= engine.now + 1e-9:
+                self._wait(at)
+                at += 1
+            if self.policy.preempt:
+                self._preempt()
+                if not self.num_waiting or not self.policy.quantum:
+                    tick = NEVER
+                elif tick == NEVER or tick <= engine.now:
+                    tick = engine.now + self.policy.quantum
+            else:
+                self._admit_waiting()
+                if self.policy.repack:
+                    self._repack()
+            if self.drained is None and not self.num_waiting and at == len(self.tickets):
+                self.drained = engine.now, self._work_done()
+
+    # -- a job's life --
+
+    def _wait(self, key: int) -> None:
+        t = self.tickets[key]
+        self.num_waiting += 1
+        place = rank(self.policy.order, t.standing, thresholds=self.policy.thresholds)
+        if self.policy.preempt:
+            heapq.heappush(self.queue, (place, key))
+        else:
+            shape, fewest = t.standing.shape, t.job.phases[t.phase].min_workers
+            duty = shape.duty if self.policy.shares else 1.0  # gangs are not asked for it
+            group = (duty, shape.width, shape.persistent_bytes, shape.ephemeral_bytes, t.part, fewest)
+            heapq.heappush(self.waiting.setdefault(group, []), (place, key))
+
+    def _start(self, key: int, shape: Shape, devices: list[int]) -> None:
+        t, now = self.tickets[key], self.engine.now
+        self.num_waiting -= 1
+        self.books.add(key, shape, devices)
+        t.devices, t.running, t.lease_start = tuple(devices), True, now
+        t.standing.shape = shape
+        t.standing.slice_end = now + self.policy.quantum
+        delay = self.costs.restart if t.first_start < NEVER else 0.0
+        t.first_start = min(t.first_start, now)
+        if t.job.phases[t.phase].min_workers:
+            self.elastic.add(key)
+        self.engine.start(t.standing, shape, devices, until=t.phase_end, delay=delay)
+
+    def _leave(self, key: int) -> None:
+        t = self.tickets[key]
+        self.engine.remove(key)
+        self.freed.update(self.books.remove(key))
+        self.refused.clear()
+        self.elastic.discard(key)
+        self._close_lease(key)
+        t.running = t.leaving = False
+        t.change = None
+
+    def _close_lease(self, key: int) -> None:
+        t, now = self.tickets[key], self.engine.now
+        if now > t.lease_start:
+            self.leases.append((key, t.devices, t.lease_start, now))
+        t.lease_start = now
+
+    def _boundary(self, key: int) -> bool:
+        """A job handed back control. True if it has finished."""
+        t = self.tickets[key]
+        s = t.standing
+        if s.done >= s.total - 1e-9:
+            self._leave(key)
+            t.finish = self.engine.now
+            return True
+        if t.leaving:
+            self._leave(key)
+            if s.done >= t.phase_end - 1e-9:
+                t.phase += 1
+                t.phase_end += t.job.phases[t.phase].iterations
+                s.shape = t.job.shape(t.phase)
+            s.turn = self.engine.now
+            t.restarts += 1
+            self._wait(key)
+            return False
+        shape, devices = s.shape, list(t.devices)
+        if t.change is not None:
+            more, devices = t.change
+            t.change = None
+            if more:
+                shape = t.job.shape(t.phase, shape.width + more)
+        if s.done >= t.phase_end - 1e-9:
+            shape, devices = self._next_phase(key, t, devices)
+        delay = 0.0
+        if tuple(devices) != t.devices:
+            delay = self.costs.move
+            self._close_lease(key)
+            self.freed.update(set(t.devices) - set(devices))
+        if tuple(devices) != t.devices or shape is not s.shape:
+            self.refused.clear()
+            self.books.replace(key, shape, devices)
+            t.devices, s.shape = tuple(devices), shape
+        self.engine.resume(key, shape, devices, until=t.phase_end, delay=delay)
+        return False
+
+    def _next_phase(self, key: int, t: Ticket, devices: list[int]) -> tuple[Shape, list[int]]:
+        """Fewer workers give their devices back; more take open ones, and share those they have where none is open."""
+        t.phase += 1
+        phase = t.job.phases[t.phase]
+        t.phase_end += phase.iterations
+        width = max(phase.min_workers, min(len(devices), phase.workers)) if phase.min_workers else phase.workers
+        shape = t.job.shape(t.phase, width)
+        (self.elastic.add if phase.min_workers else self.elastic.discard)(key)
+        if t.job.stages:
+            return shape, devices
+        del devices[width:]
+        self.books.replace(key, shape, devices)
+        while len(devices) < width:
+            extra = widen(self.books, key, shape, self.policy.rules)
+            if extra is None:
+                break
+            devices.append(extra)
+            self.books.replace(key, shape, devices)
+        return shape, devices
+
+    # -- decisions --
+
+    def _try(self, key: int, group: Class) -> bool:
+        t = self.tickets[key]
+        shape, part, fewest = t.standing.shape, t.part, group[-1]
+        found = admit(self.books, shape, self.policy.rules, allowed=self.masks[part])
+        width = shape.width
+        while found is None and 0 < fewest < width:
+            width -= 1
+            shape = t.job.shape(t.phase, width)
+            found = admit(self.books, shape, self.policy.rules, allowed=self.masks[part])
+        if found is None:
+            return False
+        self._start(key, shape, found)
+        return True
+
+    def _admit_waiting(self) -> None:
+        """In rank order, each class of jobs until one of it is refused: whatever is booked, it only gets fuller."""
+        heads = [(jobs[0], group) for group, jobs in self.waiting.items() if group not in self.refused]
+        heads.sort(key=lambda h: h[0])
+        if not self.policy.backfill and self.num_waiting:
+            first = min(jobs[0] for jobs in self.waiting.values())
+            if not heads or heads[0][0] != first:
+                return
+        # A heap by rank; the counter keeps classes from being compared.
+        todo = [(head, i, group) for i, (head, group) in enumerate(heads)]
+        while todo:
+            (_, key), i, group = todo[0]
+            if self._try(key, group):
+                heapq.heappop(self.waiting[group])
+                if self.waiting[group]:
+                    heapq.heapreplace(todo, (self.waiting[group][0], i, group))
+                    continue
+                del self.waiting[group]
+            else:
+                self.refused.add(group)
+                if not self.policy.backfill:
+                    return
+            heapq.heappop(todo)
+
+    def _preempt(self) -> None:
+        """Gangs of best rank should run: others leave at their next boundary, waiting ones start as devices free."""
+        if not self.num_waiting:
+            return
+        now, order, thresholds = self.engine.now, self.policy.order, self.policy.thresholds
+        running = []
+        for key in self.books.holdings:
+            self.engine.sync(key)
+            running.append((rank(order, self.tickets[key].standing, thresholds=thresholds, now=now), key))
+        running.sort()
+        ranked = list(heapq.merge(running, sorted(self.queue)))
+        target = chosen([(key, self.tickets[key].job.shape(self.tickets[key].phase).width) for _, key in ranked],
+                        self.cluster.devices)  # fmt: skip
+        for _, key in running:
+            t = self.tickets[key]
+            if (key not in target) and not t.leaving:
+                t.leaving = True
+                self.engine.interrupt(key)
+            elif key in target and t.leaving:
+                t.leaving = False  # it stays after all
+        still = []
+        for place, key in sorted(self.queue):
+            shape = self.tickets[key].standing.shape
+            found = admit(self.books, shape, self.policy.rules) if key in target else None
+            if found is None:
+                still.append((place, key))
+            else:
+                self._start(key, shape, found)
+        self.queue = still
+
+    def _repack(self) -> None:
+        """After admission: freed devices go to residents that crowd others, and elastic jobs change width."""
+        if self.num_waiting and self.elastic:
+            self._narrow()
+        if not self.freed:
+            return
+        self.freed.clear()
+        if self.num_waiting:
+            return
+        for key in sorted(self.elastic):
+            self._widen(key)
+        tried = 0
+        for key in crowded(self.books):
+            t = self.tickets[key]
+            self.engine.sync(key)
+            left = (t.standing.total - t.standing.done) * t.standing.shape.period
+            if t.change is not None or left < WORTH_MOVING * self.costs.move:
+                continue
+            devices = relocate(self.books, key, self.policy.rules)
+            if devices is not None:
+                self._plan(key, 0, devices)
+            tried += 1
+            if tried == MOST_TRIED:
+                return
+
+    def _widen(self, key: int) -> None:
+        t = self.tickets[key]
+        width, most = t.standing.shape.width, t.job.phases[t.phase].workers
+        extra: list[int] = []
+        while t.change is None and width + len(extra) < most:
+            shape = t.job.shape(t.phase, width + len(extra) + 1)
+            found = widen(self.books, key, shape, self.policy.rules)
+            if found is None:
+                break
+            self.books.reserve(key, found)
+            extra.append(found)
+        if extra:
+            self._plan(key, len(extra), [*t.devices, *extra])
+
+    def _plan(self, key: int, more: int, devices: list[int]) -> None:
+        """At its next iteration boundary the job changes; devices it gains are booked from now on."""
+        t = self.tickets[key]
+        t.change = more, devices
+        for d in devices:
+            if d not in self.books.holdings[key].devices:
+                self.books.reserve(key, d)
+        self.engine.interrupt(key)
+
+    def _narrow(self) -> None:
+        """The first in the queue may start if an elastic job gives up workers."""
+        if any(self.tickets[key].change is not None for key in self.elastic):
+            return  # somebody is about to
+        _, head = min(jobs[0] for jobs in self.waiting.values())
+        offers = []
+        for key in sorted(self.elastic, reverse=True):
+            t = self.tickets[key]
+            fewest, width = t.job.phases[t.phase].min_workers, t.standing.shape.width
+            if t.change is None and width > fewest and len(t.devices) == width:
+                offers.append((key, [t.job.shape(t.phase, width - c) for c in range(1, width - fewest + 1)]))
+        found = narrow(self.books, self.tickets[head].standing.shape, offers, self.policy.rules)
+        if found is not None:
+            key, fewer = found
+            self._plan(key, -fewer, list(self.tickets[key].devices[:-fewer]))
+
+    # -- accounts --
+
+    def _work_done(self) -> float:
+        total = 0.0
+        for key, t in enumerate(self.tickets):
+            if t.first_start == NEVER:
+                continue
+            if t.running:
+                self.engine.sync(key)
+            done, s = 0.0, t.standing.done
+            for phase in t.job.phases:
+                part = min(s, phase.iterations)
+                done, s = done + part * phase.workers, s - part
+            total += done * t.job.gang_period
+        return total
+
+    def _stuck(self) -> str:
+        t = next(t for t in self.tickets if t.finish == NEVER and not t.running)
+        reason = why(self.books, t.standing.shape, self.policy.rules, allowed=self.masks[t.part])
+        return f"{self.policy.name}: job {t.job.name!r} can never run: {reason}"

@@ -1,0 +1,115 @@
+"""A list of jobs, a cluster and a policy: what would happen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dovetail.core.errors import Error
+from dovetail.core.job import Job, Lease, Schedule, TaskRun
+from dovetail.planning.pack import Cluster
+from dovetail.planning.schedulers import Policy
+
+from .control import Controller, Engine
+from .fluid import FluidEngine
+from .tasks import Costs, TaskEngine
+
+Level = Literal["auto", "task", "fluid"]
+FloatArray = npt.NDArray[np.float64]
+MANY_TASKS = 300_000
+"""Above so many tasks `auto` takes the fluid level: about a second of work at the task level."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a simulation says of every job, in the order of `jobs`."""
+
+    policy: Policy
+    cluster: Cluster
+    level: Literal["task", "fluid"]
+    jobs: tuple[Job, ...]
+    start: FloatArray
+    """When each first got devices, in seconds."""
+    finish: FloatArray
+    restarts: npt.NDArray[np.int64]
+    busy: float
+    """Device-seconds in tasks."""
+    window: tuple[float, float]
+    """The steady-state window, and the device-seconds in tasks within it."""
+    window_busy: float
+    drained: tuple[float, float]
+    """When the queue emptied for good, and the work done by then, in device-seconds of gangs at full depth."""
+    leases: tuple[tuple[int, tuple[int, ...], float, float], ...]
+    tasks: tuple[TaskRun, ...]
+
+    @property
+    def makespan(self) -> float:
+        return float(self.finish.max())
+
+    def schedule(self) -> Schedule:
+        names = [j.name for j in self.jobs]
+        return Schedule(
+            policy=self.policy.name,
+            source="predicted",
+            devices=self.cluster.devices,
+            leases=tuple(Lease(job=names[k], devices=d, start=a, stop=b) for k, d, a, b in self.leases),
+            tasks=self.tasks,
+        )
+
+
+def simulate(
+    jobs: Sequence[Job],
+    cluster: Cluster,
+    policy: Policy,
+    *,
+    level: Level = "auto",
+    costs: Costs = Costs(),
+    record: bool = False,
+    window: tuple[float, float] = (0.0, 1.0),
+) -> Outcome:
+    """Plays the jobs and says when each started and finished.
+
+    Jobs are taken in order of arrival. At the task level every task is an event; at the fluid level jobs run at
+    constant rates between changes. `window` is the part of the span of arrivals that counts as steady state.
+    """
+    jobs = sorted(jobs, key=lambda j: j.arrival)
+    if not jobs:
+        raise Error("no jobs to schedule")
+    for job in jobs:
+        if max(p.workers for p in job.phases) > cluster.devices:
+            raise Error(f"job {job.name!r} needs {job.workers} devices, the cluster has {cluster.devices}")
+        if job.persistent_bytes + job.ephemeral_bytes > cluster.device_bytes:
+            need = job.persistent_bytes + job.ephemeral_bytes
+            raise Error(f"job {job.name!r} needs {need} bytes on a device, each has {cluster.device_bytes}")
+    if level == "auto":
+        tasks = sum(p.iterations * sum(map(len, j.shape(i).tasks)) for j in jobs for i, p in enumerate(j.phases))
+        level = "task" if tasks <= MANY_TASKS else "fluid"
+    first, last = jobs[0].arrival, jobs[-1].arrival
+    span = (first + window[0] * (last - first), first + window[1] * (last - first) if last > first else float("inf"))
+    kind = TaskEngine if level == "task" else FluidEngine
+    engine: Engine = kind(cluster.devices, policy, costs, window=span)
+    if record and isinstance(engine, TaskEngine):
+        engine.record, engine.names = [], [j.name for j in jobs]
+    control = Controller(jobs, cluster, policy, costs, engine)
+    control.run()
+    assert control.drained is not None
+    finish = np.array([t.finish for t in control.tickets])
+    return Outcome(
+        policy=policy,
+        cluster=cluster,
+        level=level,
+        jobs=tuple(jobs),
+        start=np.array([t.first_start for t in control.tickets]),
+        finish=finish,
+        restarts=np.array([t.restarts for t in control.tickets]),
+        busy=engine.busy,
+        window=(span[0], min(span[1], float(finish.max()))),
+        window_busy=engine.window_busy,
+        drained=control.drained,
+        leases=tuple(control.leases),
+        tasks=tuple(engine.record or ()) if isinstance(engine, TaskEngine) else (),
+    )

@@ -1,0 +1,234 @@
+"""Task level: every task of every iteration is an event.
+
+A device that falls idle takes the task that `planning.dispatch.pick` says. When a job's last task of an iteration has
+ended, the job is off its devices for a while, and then its next iteration is released. Only at such a boundary is
+control handed back to whoever runs the engine, and only for jobs that have reached `until` or were interrupted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from dovetail.core.job import Shape, TaskRun
+from dovetail.planning.dispatch import Resident, pick
+from dovetail.planning.priority import Rank, Standing, rank
+from dovetail.planning.schedulers import Policy
+
+TOGETHER = 1e-9
+"""Events closer than this (seconds) happen at the same time: all of them, then dispatch."""
+BOUNDARY, RELEASE = -1, -2
+"""What an event stands for that is not the end of a task on a device."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the machines add to the jobs' own times."""
+
+    jitter: float = 0.04
+    """Coefficient of variation of a task's duration; real workers show 0.035–0.09."""
+    switch: float = 0.002
+    """Seconds a device loses when it turns to another job's task."""
+    restart: float = 5.0
+    """Seconds from the moment a preempted job gets devices again to its first task."""
+    move: float = 1.0
+    """Seconds a job is held at an iteration boundary when its devices change: weights travel."""
+    seed: int = 0
+
+
+EXACT = Costs(jitter=0.0, switch=0.0, restart=0.0, move=0.0)
+
+
+NOISE = 8191
+
+
+@lru_cache(maxsize=64)
+def noise(jitter: float, seed: int) -> tuple[float, ...]:
+    """Factors on tasks' durations, drawn once: max(0.3, N(1, jitter))."""
+    drawn = np.random.default_rng(seed).normal(1.0, jitter, NOISE)
+    return tuple(np.maximum(0.3, drawn).tolist())
+
+
+def _by_rank(r: Resident) -> Rank:
+    return r.rank
+
+
+class Active(Resident):
+    """A resident with its standing and where it hands control back."""
+
+    __slots__ = ("interrupted", "since", "standing", "until")
+
+    def __init__(self, standing: Standing, shape: Shape, devices: Sequence[int], policy: Policy, until: float) -> None:
+        super().__init__(standing.serial, shape, devices, rank(policy.order, standing, thresholds=policy.thresholds))
+        self.standing, self.until, self.interrupted = standing, until, False
+        self.since = 0.0  # its last iteration boundary
+
+
+class TaskEngine:
+    """Devices, residents and the queue of events."""
+
+    def __init__(
+        self, devices: int, policy: Policy, costs: Costs, *, window: tuple[float, float] | None = None
+    ) -> None:
+        self.policy, self.costs, self.now = policy, costs, 0.0
+        self.active: dict[int, Active] = {}
+        self.residents: list[list[Active]] = [[] for _ in range(devices)]
+        self.idle = [True] * devices
+        self.last = [-1] * devices
+        self.busy, self.window_busy = 0.0, 0.0  # device-seconds in tasks
+        self.watched = window
+        self.tasks = 0
+        self.record: list[TaskRun] | None = None
+        self.names: Sequence[str] = ()
+        self._queue: list[tuple[float, int, int, Active]] = []
+        self._touched: list[int] = []
+        self._serial = 0
+        self._noise = noise(costs.jitter, costs.seed) if costs.jitter else ()
+        self._drawn = 0
+        self._dynamic = policy.order in ("srpt", "las", "cp")
+
+    # -- what the controller calls, always between events --
+
+    def start(
+        self, standing: Standing, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0
+    ) -> None:
+        r = Active(standing, shape, devices, self.policy, until)
+        self.active[r.key] = r
+        self._enter(r)
+        r.next_release = self.now + delay
+        self._push(r.next_release, RELEASE, r)
+
+    def interrupt(self, key: int) -> None:
+        """Hand control back at the job's next iteration boundary."""
+        self.active[key].interrupted = True
+
+    def resume(self, key: int, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0) -> None:
+        """After a boundary: the next iteration, perhaps in another shape or on other devices."""
+        r = self.active[key]
+        r.interrupted, r.until = False, until
+        if tuple(devices) != r.devices or shape is not r.shape:
+            self._exit(r)
+            r.place(shape, devices)
+            self._enter(r)
+        r.next_release = self.now + delay
+        self._push(r.next_release, RELEASE, r)
+
+    def remove(self, key: int) -> None:
+        """After a boundary: the job leaves its devices."""
+        self._exit(self.active.pop(key))
+
+    def sync(self, key: int) -> None:
+        """The standing is up to date at every boundary; nothing to do at this level."""
+
+    def run(self, limit: float) -> list[int]:
+        """Plays events until `limit`, or until jobs come to a boundary at which they hand back control: those jobs."""
+        queue, touched, idle, pop = self._queue, self._touched, self.idle, heapq.heappop
+        back: list[int] = []
+        while not back:
+            if touched and (not queue or queue[0][0] > self.now + TOGETHER):
+                # Everything of this moment has happened, and what was handed back has been decided.
+                self._dispatch(touched)
+                touched.clear()
+                continue
+            if not queue or queue[0][0] > limit + TOGETHER:
+                break
+            together = queue[0][0] + TOGETHER
+            while queue and queue[0][0] <= together:
+                now, _, device, r = pop(queue)
+                if now > self.now:
+                    self.now = now
+                if device >= 0:  # a task has ended
+                    idle[device] = True
+                    touched.append(device)
+                    stage = r.stage
+                    if r.ended():
+                        r.next_release = now + r.shape.off_device
+                        self._push(r.next_release, BOUNDARY, r)
+                    elif r.stage != stage:
+                        touched.extend(r.devices)
+                elif device == BOUNDARY and self._boundary(r):
+                    back.append(r.key)
+                else:
+                    r.release()
+                    touched.extend(r.devices)
+        if not back and limit < float("inf"):
+            self.now = max(self.now, limit)
+        return back
+
+    # -- inside --
+
+    def _enter(self, r: Active) -> None:
+        for d in r.devices:
+            self.residents[d].append(r)
+            self.residents[d].sort(key=_by_rank)
+
+    def _exit(self, r: Active) -> None:
+        for d in r.devices:
+            self.residents[d].remove(r)
+        self._touched.extend(r.devices)  # a guarded task may have waited for this job
+
+    def _boundary(self, r: Active) -> bool:
+        s = r.standing
+        s.done += r.shape.progress
+        s.rounds += 1
+        s.attained += r.shape.work
+        r.since = self.now
+        if self._dynamic:
+            r.rank = rank(self.policy.order, s)
+            for d in r.devices:
+                if len(self.residents[d]) > 1:
+                    self.residents[d].sort(key=_by_rank)
+        return r.interrupted or s.done >= r.until - 1e-9
+
+    def _dispatch(self, touched: list[int]) -> None:
+        guard, switch, idle, last, now = self.policy.rules.guard, self.costs.switch, self.idle, self.last, self.now
+        for d in touched:
+            if not idle[d]:
+                continue
+            r = pick(self.residents[d], d, now, guard)
+            if r is None:
+                continue
+            seconds = r.offers(d)
+            worker = r.take(d)
+            if now + seconds > r.eta:
+                r.eta = now + seconds
+            if self._noise:
+                self._drawn = (self._drawn + 1) % NOISE
+                seconds *= self._noise[self._drawn]
+            begin = now
+            if last[d] != r.key:
+                if last[d] >= 0:
+                    begin += switch
+                last[d] = r.key
+            idle[d] = False
+            self.tasks += 1
+            self.busy += seconds
+            if self.watched is not None:
+                self._watch(r, worker, d, begin, begin + seconds)
+            self._push(begin + seconds, d, r)
+
+    def _watch(self, r: Active, worker: int, device: int, begin: float, end: float) -> None:
+        assert self.watched is not None
+        low, high = self.watched
+        if begin < high and end > low:
+            self.window_busy += min(end, high) - max(begin, low)
+        if self.record is not None:
+            self.record.append(
+                TaskRun(
+                    job=self.names[r.key],
+                    iteration=r.standing.rounds,
+                    stage=r.stage,
+                    worker=worker,
+                    device=device,
+                    start=begin,
+                    stop=end,
+                )
+            )
+
+    def _push(self, time: float, device: int, r: Active) -> None:
+        self._serial += 1
+        heapq.heappush(self._queue, (time, self._serial, device, r))

@@ -1,0 +1,88 @@
+"""What a trace does not say of its jobs' iterations, and what is assumed instead. Every report repeats it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from dovetail.core.errors import Error
+from dovetail.core.job import Job, Phase
+
+GIB = 2**30
+
+DUTIES = {"gpu-bound": 0.95, "typical": 0.85, "network-bound": 0.45, "input-bound": 0.15}
+"""The share of an iteration in which a job alone uses its devices."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """An iteration of a job of which only the duration is known."""
+
+    shape: str = "typical"
+    """One of DUTIES, or "mixed": each with equal chance, by the seed."""
+    iteration: float = 0.4
+    """Seconds, alone on its devices, with full backpropagation."""
+    backward: float = 2 / 3
+    """Share of the device time that is backward: twice forward's, as in nearly every network."""
+    persistent_bytes: int = 3 * GIB // 2
+    ephemeral_bytes: int = 4 * GIB
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape != "mixed" and self.shape not in DUTIES:
+            raise Error(f"shape {self.shape!r}: expected one of {', '.join(DUTIES)}, mixed")
+        if self.iteration <= 0 or not 0 <= self.backward <= 1:
+            raise Error("shape: expected an iteration above 0 seconds and a backward share between 0 and 1")
+
+    def duty(self, serial: int) -> float:
+        if self.shape != "mixed":
+            return DUTIES[self.shape]
+        return random.Random(self.seed * 1_000_003 + serial).choice(sorted(DUTIES.values()))
+
+    def job(self, *, name: str, serial: int, arrival: float, duration: float, workers: int, tenant: str = "") -> Job:
+        """A job that would take `duration` seconds on devices of its own."""
+        iteration = min(self.iteration, duration)
+        return self.measured(
+            name=name,
+            arrival=arrival,
+            iterations=max(1, round(duration / iteration)),
+            workers=workers,
+            device=self.duty(serial) * iteration,
+            iteration=iteration,
+            tenant=tenant,
+        )
+
+    def measured(
+        self,
+        *,
+        name: str,
+        arrival: float,
+        iterations: int,
+        workers: int,
+        device: float,
+        iteration: float,
+        tenant: str = "",
+    ) -> Job:
+        """A job whose iteration is known: `device` seconds on the devices out of `iteration`."""
+        device = min(device, iteration)
+        return Job(
+            name=name,
+            arrival=arrival,
+            phases=(Phase(iterations=iterations, workers=workers),),
+            forward=device * (1 - self.backward),
+            backward=device * self.backward,
+            off_device=iteration - device,
+            persistent_bytes=self.persistent_bytes,
+            ephemeral_bytes=self.ephemeral_bytes,
+            tenant=tenant,
+        )
+
+    def describe(self) -> str:
+        if self.shape == "mixed":
+            duty = " or ".join(f"{d:.0%}" for d in sorted(DUTIES.values()))
+        else:
+            duty = f"{DUTIES[self.shape]:.0%}"
+        return f"iterations of {self.iteration:g} s, {duty} of it on the device, {self.backward:.0%} of that backward"
+
+    def seeded(self, seed: int) -> Assumed:
+        return replace(self, seed=seed)

@@ -1,0 +1,137 @@
+"""Strict reading of tables: a bad row gets one line that names the file, the line, the field and what was expected."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+from dovetail.core.errors import Error, InputError
+
+T = TypeVar("T")
+MOST_REPORTED = 20
+
+
+class TraceError(Error):
+    """Bad rows of a trace: the first in the text, up to twenty in `rows`."""
+
+    def __init__(self, rows: list[InputError], count: int) -> None:
+        self.rows = rows
+        more = f" (and {count - 1} more bad rows)" if count > 1 else ""
+        super().__init__(f"{rows[0]}{more}")
+
+
+class Row:
+    """One line of a table, by field."""
+
+    __slots__ = ("cells", "line", "path")
+
+    def __init__(self, path: Path, line: int, cells: dict[str, str]) -> None:
+        self.path, self.line, self.cells = path, line, cells
+
+    def bad(self, field: str, expected: str) -> InputError:
+        return InputError(self.path, f"line {self.line}, {field}", f"expected {expected}, got {self.cells[field]!r}")
+
+    def has(self, field: str) -> bool:
+        return bool(self.cells.get(field))
+
+    def text(self, field: str) -> str:
+        if not self.cells[field]:
+            raise self.bad(field, "a name")
+        return self.cells[field]
+
+    def whole(self, field: str, *, least: int) -> int:
+        try:
+            value = int(self.cells[field])
+        except ValueError:
+            raise self.bad(field, f"a whole number of at least {least}") from None
+        if value < least:
+            raise self.bad(field, f"a whole number of at least {least}")
+        return value
+
+    def number(self, field: str, *, least: float = 0.0, above: bool = False) -> float:
+        wanted = f"a number above {least:g}" if above else f"a number of at least {least:g}"
+        try:
+            value = float(self.cells[field])
+        except ValueError:
+            raise self.bad(field, wanted) from None
+        if not math.isfinite(value) or value < least or (above and value == least):
+            raise self.bad(field, wanted)
+        return value
+
+    def flag(self, field: str) -> bool:
+        value = self.cells[field].lower()
+        if value not in ("yes", "no", "true", "false", "1", "0"):
+            raise self.bad(field, "yes or no")
+        return value in ("yes", "true", "1")
+
+    def moment(self, field: str) -> float:
+        """A date and time as seconds; only differences mean anything."""
+        try:
+            return (datetime.fromisoformat(self.cells[field]) - datetime(2000, 1, 1)).total_seconds()
+        except (ValueError, TypeError):
+            raise self.bad(field, "a date and time such as 2017-10-09 07:01:55") from None
+
+
+def lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from file
+    except OSError as e:
+        raise InputError(path, "", f"cannot be read: {(e.strerror or str(e)).lower()}") from None
+    except UnicodeDecodeError:
+        raise InputError(path, "", "expected text in UTF-8, got something else") from None
+
+
+def header(path: Path) -> list[str]:
+    """The names in the first line of a CSV."""
+    first = next(lines(path), "")
+    if not first.strip():
+        raise InputError(path, "line 1", "expected a header, got an empty line")
+    return [name.strip() for name in next(csv.reader([first]))]
+
+
+def table(path: Path, parse: Callable[[Row], T], *, fields: list[str] | None = None, delimiter: str = ",") -> list[T]:
+    """Every row of a table, parsed. Empty lines at the end are allowed, everything else must be right.
+
+    `fields` names the columns of a table without a header.
+    """
+    names = header(path) if fields is None else fields
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise InputError(path, "line 1", f"expected every column once, got {twice!r} twice")
+    found: list[T] = []
+    bad: list[InputError] = []
+    count, empty = 0, 0
+    # Quoting is off for tables without header: commands in them may hold quotes.
+    reader = csv.reader(
+        lines(path), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if fields is None else csv.QUOTE_NONE
+    )
+    try:
+        for cells in reader:
+            if fields is None and reader.line_num == 1:
+                continue
+            if not cells:
+                empty = empty or reader.line_num
+                continue
+            try:
+                if empty:
+                    raise InputError(path, f"line {empty}", "expected a row, got an empty line")
+                if len(cells) != len(names):
+                    line = f"line {reader.line_num}"
+                    raise InputError(path, line, f"expected {len(names)} fields, got {len(cells)}")
+                found.append(parse(Row(path, reader.line_num, dict(zip(names, map(str.strip, cells), strict=True)))))
+            except InputError as e:
+                count, empty = count + 1, 0
+                if len(bad) < MOST_REPORTED:
+                    bad.append(e)
+    except csv.Error as e:
+        raise InputError(path, f"line {reader.line_num}", f"expected comma-separated values: {e}") from None
+    if bad:
+        raise TraceError(bad, count)
+    if not found:
+        raise InputError(path, "", "expected at least one row below the header, got none")
+    return found
