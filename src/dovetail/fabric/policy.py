@@ -121,8 +121,8 @@ def assemble(
 
     anything = Rule("any path", frozenset(), frozenset())
     choice: dict[tuple[int, int, int], int] = {}
-    for a, here in member.items():
-        for b, there in member.items():
+    for a, here in sorted(member.items()):
+        for b, there in sorted(member.items()):
             apart = tenants.get(here) != tenants.get(there)
             for port in sorted({r.port for r in rules} | {0}):
                 hits = [

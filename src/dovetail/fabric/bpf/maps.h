@@ -87,7 +87,7 @@ struct scratch {
 	struct bits level[LEVELS][STATES];
 	struct bits seen[STATES];
 	struct bits cut[NODES]; /* links left out; all zero between packets */
-	struct bits front;
+	struct bits front, reach;
 	__u32 depth, state, word, rank; /* loop counters live here: what is loaded is an unknown number to the verifier */
 	__u32 zero;
 	__u64 any;

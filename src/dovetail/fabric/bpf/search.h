@@ -7,7 +7,9 @@
 #pragma once
 #include "maps.h"
 
-/* The switches of level d from which the automaton's state q is left by the step into them. */
+/* The switches of level d that are entered out of the automaton's state q. Small sets: straight code over all states.
+ * Large ones: a loop over the states that occur, because straight code would want more stack than there is. */
+#if WORDS <= 2
 #define ENTERED(out, d, q)                                                                        \
 	do {                                                                                      \
 		__u32 d_ = BOUND(d, LEVELS), q_ = BOUND(q, STATES);                               \
@@ -16,6 +18,19 @@
 		_Pragma("unroll") for (int r = 0; r < STATES; r++) if (into_ & (1 << r))          \
 			EACH_WORD(w) out.w[w] |= s->level[d_][r].w[w] & p->by[q_][r].w[w];        \
 	} while (0)
+#else
+#define ENTERED(out, d, q)                                                                                 \
+	do {                                                                                               \
+		__u32 d_ = BOUND(d, LEVELS), q_ = BOUND(q, STATES);                                        \
+		__u64 into_ = p->into[q_];                                                                 \
+		EACH_WORD(w) out.w[w] = 0;                                                                 \
+		while (into_ && can_loop) {                                                                \
+			__u32 r = BOUND(lowest_bit(into_), STATES);                                        \
+			into_ &= into_ - 1;                                                                \
+			EACH_WORD(w) out.w[w] |= s->level[BOUND(d_, LEVELS)][r].w[w] & p->by[BOUND(q_, STATES)][r].w[w]; \
+		}                                                                                          \
+	} while (0)
+#endif
 
 /* Leaves the failed links of the packet out of the graph, or puts them back. */
 __noinline int apply_failures(__u32 side, __u32 leave_out)
@@ -49,13 +64,19 @@ __noinline int apply_failures(__u32 side, __u32 leave_out)
 	return 0;
 }
 
-static __always_inline void begin(struct scratch *s, __u32 accepting, __u32 target)
+static __always_inline void begin(struct scratch *s, __u32 states, __u32 accepting, __u32 target)
 {
-	_Pragma("unroll") for (int q = 0; q < STATES; q++) {
+	s->state = 0;
+	while (can_loop) {
+		__u32 q = s->state;
+		if (q >= states)
+			break;
+		q = BOUND(q, STATES);
 		EACH_WORD(w) s->level[0][q].w[w] = 0;
 		if ((accepting >> q) & 1)
 			put(&s->level[0][q], target);
-		s->seen[q] = s->level[0][q];
+		EACH_WORD(w) s->seen[q].w[w] = s->level[0][q].w[w];
+		s->state = q + 1;
 	}
 	s->depth = 0;
 	s->state = 0;
@@ -74,10 +95,15 @@ __noinline int distance(__u32 self, __u32 from)
 	if (!g || !p)
 		return -1;
 	__u32 states = p->states, target = s->h.target, limit = s->h.hops_left;
+#if WORDS <= 2
 	struct bits reach = {};
+#else
+#define reach s->reach /* more than registers can hold */
+	EACH_WORD(w) reach.w[w] = 0;
+#endif
 	from &= STATES - 1;
 	s->rank = 0;
-	begin(s, p->accept[0], target);
+	begin(s, states, p->accept[0], target);
 	if (has(&s->level[0][from], self))
 		return 0;
 	ENTERED(s->front, 0, 0);
@@ -128,7 +154,7 @@ __noinline int distance(__u32 self, __u32 from)
 				if (rank >= p->ranks)
 					return -1;
 				s->rank = rank;
-				begin(s, p->accept[BOUND(rank, RANKS)], target);
+				begin(s, states, p->accept[BOUND(rank, RANKS)], target);
 				if (has(&s->level[0][from], self))
 					return 0;
 			}
@@ -136,6 +162,7 @@ __noinline int distance(__u32 self, __u32 from)
 		ENTERED(s->front, s->depth, s->state);
 	}
 	return -1;
+#undef reach
 }
 
 /* The next switch from (node, state), one level nearer; equal ones by hash. */
@@ -149,7 +176,7 @@ __noinline int step_down(__u32 node, __u32 state, __u32 nearer, __u32 hash)
 	struct policy *p = policy_of(&s->h);
 	if (!g || !p)
 		return -1;
-	struct bits choice;
+#define choice s->front /* off the stack, which is 512 bytes deep for all callers together */
 	ENTERED(choice, nearer, state);
 	EACH_WORD(w) {
 		choice.w[w] &= g->next[BOUND(node, NODES)].w[w] & ~s->cut[BOUND(node, NODES)].w[w];
@@ -179,6 +206,7 @@ __noinline int step_down(__u32 node, __u32 state, __u32 nearer, __u32 hash)
 		pick--;
 	}
 	return (base + lowest_bit(set)) & (NODES - 1);
+#undef choice
 }
 
 /* Writes the walk from (self, state) into the packet's path. Returns its length in hops, or -1. */
