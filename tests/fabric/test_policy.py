@@ -66,7 +66,9 @@ def test_the_oracle_agrees_with_trying_every_walk(seed: int, size: int, extra: i
     rng = random.Random(seed)
     graph = shapes.random_fabric(rng, size, extra).graph
     pick = lambda: frozenset(rng.sample(range(size), 1))  # noqa: E731
-    clauses: dict[str, Any] = {"via": (pick(),), "prefer": (pick(),)} if rng.random() < 0.5 else {"after": (pick(), pick())}
+    clauses: dict[str, Any] = (
+        {"via": (pick(),), "prefer": (pick(),)} if rng.random() < 0.5 else {"after": (pick(), pick())}
+    )
     automaton = build(size, **clauses, max_hops=rng.choice([3, 5]))
     source, target = rng.randrange(size), rng.randrange(size)
     answers = []
@@ -134,13 +136,25 @@ def test_deny_by_class_and_by_default() -> None:
 @pytest.mark.parametrize(
     ("classes", "line"),
     [
-        ([{"name": "x", "from": "h0", "to": "h7", "via": ["core0"], "avoid": ["core0"]}], "x: via[0] and avoid contradict"),
-        ([{"name": "x", "from": "h0", "to": "h7", "avoid": ["edge0.0"]}], "x: from and avoid contradict: h0 is on edge0.0"),
         (
-            [{"name": "x", "from": "h0", "to": "h7", "via": "core0"}, {"name": "y", "from": "h*", "to": "h7", "via": "core1"}],
+            [{"name": "x", "from": "h0", "to": "h7", "via": ["core0"], "avoid": ["core0"]}],
+            "x: via[0] and avoid contradict",
+        ),
+        (
+            [{"name": "x", "from": "h0", "to": "h7", "avoid": ["edge0.0"]}],
+            "x: from and avoid contradict: h0 is on edge0.0",
+        ),
+        (
+            [
+                {"name": "x", "from": "h0", "to": "h7", "via": "core0"},
+                {"name": "y", "from": "h*", "to": "h7", "via": "core1"},
+            ],
             "x: contradicts 'y': both rule traffic from h0 to h7",
         ),
-        ([{"name": "x", "from": "h0", "to": "h7", "max_hops": 3}], "x: no compliant path from h0 to h7, even with every link up"),
+        (
+            [{"name": "x", "from": "h0", "to": "h7", "max_hops": 3}],
+            "x: no compliant path from h0 to h7, even with every link up",
+        ),
         ([{"name": "x", "from": "h0", "to": "h7", "avoid": "core*"}], "x: no compliant path from h0 to h7"),
         ([{"name": "x", "from": "h0", "to": "h7", "via": [["core0"]] * 8}], "x: needs 9 states, expected at most 8"),
         ([{"from": "h0", "to": "nobody"}], "classes[0].to: 'nobody' matches nothing"),

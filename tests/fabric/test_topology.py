@@ -61,7 +61,7 @@ def test_a_mistake_is_one_line_that_names_the_place(tmp_path: Path, change: tupl
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("k", "switches", "links"), [(4, 20, 32), (6, 45, 108), (8, 80, 256), (16, 320, 2048)])
+@pytest.mark.parametrize(("k", "switches", "links"), [(4, 20, 32), (6, 45, 108), (8, 80, 256)])
 def test_a_fat_tree_has_its_size_and_full_bisection(k: int, switches: int, links: int) -> None:
     made = shapes.fat_tree(k)
     assert (len(made.switches), len(made.links), len(made.hosts)) == (switches, links, k * k // 2)

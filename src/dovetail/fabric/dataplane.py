@@ -118,7 +118,9 @@ class DataPlane:
         side = generation & 1
         for name, width in (("hosts", 20), ("classes", 8)):
             for key in kernel.keys(self.maps[name], width):
-                if (struct.unpack_from("<I", key, 16)[0] if name == "hosts" else struct.unpack_from("<H", key, 6)[0]) == side:
+                if (
+                    struct.unpack_from("<I", key, 16)[0] if name == "hosts" else struct.unpack_from("<H", key, 6)[0]
+                ) == side:
                     kernel.delete(self.maps[name], key)
         kernel.update(self.maps["graphs"], side, tables.graph(self.size, topology, generation, without=without))
         everything = build(len(topology.switches))

@@ -29,7 +29,9 @@ def ethernet(source: Addresses, target: Addresses, kind: int, payload: bytes) ->
     return mac_bytes(target.mac) + mac_bytes(source.mac) + struct.pack(">H", kind) + payload
 
 
-def udp(source: Addresses, target: Addresses, *, sport: int, dport: int, payload: bytes = b"", v6: bool = False) -> bytes:
+def udp(
+    source: Addresses, target: Addresses, *, sport: int, dport: int, payload: bytes = b"", v6: bool = False
+) -> bytes:
     """An Ethernet frame with a UDP datagram."""
     length = 8 + len(payload)
     body = struct.pack(">HHHH", sport, dport, length, 0) + payload

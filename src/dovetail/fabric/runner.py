@@ -58,6 +58,10 @@ class Bench:
         self.plane.install(self.topology, policies, without=without, grace=0)
         self._config = self.plane.config()
 
+    def configure(self, **changes: int) -> None:
+        self.plane.configure(**changes)
+        self._config = self.plane.config()
+
     def fail(self, links: frozenset[int]) -> None:
         """Exactly these links are down."""
         for link in links ^ self.failed:
@@ -86,7 +90,9 @@ class Bench:
             if frame[12:14] != struct.pack(">H", tables.ETH_FABRIC):
                 return Outcome(True, tuple(walk), frame, searches, failures)
             header = tables.read_header(self.plane.size, frame)
-            searches, failures, kind = header.computed, header.failed, header.kind
+            kind = header.kind
+            if not kind:
+                searches, failures = header.computed, header.failed
             there = header.path[header.hop - 1]
             slot = slot_towards(self.topology, there, here)
             (notice if kind else walk).append(there)

@@ -38,7 +38,7 @@ class Size:
 
     @property
     def links(self) -> int:
-        return {1: 128, 2: 512}.get(self.words, 256 * self.words)
+        return {1: 128, 2: 512}.get(self.words, 1024)
 
     @property
     def header(self) -> int:

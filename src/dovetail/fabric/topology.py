@@ -20,7 +20,8 @@ import yaml  # type: ignore[import-untyped]
 from dovetail.core.errors import Error, InputError
 
 MAX_SWITCHES = 512
-MAX_LINKS = 2048
+MAX_LINKS = 1024
+"""The map of failed links travels in front of the packet, where XDP leaves 216 bytes."""
 MAX_HOSTS = 4096
 
 

@@ -11,7 +11,7 @@
 #define WORDS 1
 #endif
 #define NODES (64 * WORDS)                                      /* switches */
-#define LINKS (WORDS == 1 ? 128 : WORDS == 2 ? 512 : 256 * WORDS) /* bits in a packet's failure map */
+#define LINKS (WORDS == 1 ? 128 : WORDS == 2 ? 512 : 1024) /* bits in a packet's failure map; XDP leaves room for 216 bytes */
 #define LINK_WORDS (LINKS / 64)
 #define STATES 8       /* of a policy's automaton */
 #define RANKS 4        /* preferences */
