@@ -82,7 +82,9 @@ class Prober:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def send(self, wanted: Sequence[tuple[int, int, int]], *, v6: bool = False) -> dict[int, tuple[int, tuple[int, ...]]]:
+    def send(
+        self, wanted: Sequence[tuple[int, int, int]], *, v6: bool = False, dport: int = 9
+    ) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Sends probes (source, target, flow); returns (host, walk) for those that arrived, by position."""
         arrived: dict[int, tuple[int, tuple[int, ...]]] = {}
         for start in range(0, len(wanted), BATCH):
@@ -90,7 +92,7 @@ class Prober:
             before = self._drops()
             for i, (source, target, flow) in enumerate(group, start):
                 frame = packets.udp(
-                    addresses(source), addresses(target), sport=1024 + flow % 60000, dport=9, payload=b"probe", v6=v6
+                    addresses(source), addresses(target), sport=1024 + flow % 60000, dport=dport, payload=b"probe", v6=v6
                 )
                 self.sockets[source].send(packets.probe(frame, (i & 0xFFFF, i >> 16)))
             end = time.monotonic() + PATIENCE

@@ -109,13 +109,11 @@ def build(source: str, *, words: int, defines: Iterable[str] = ()) -> Path:
     """The object file of bpf/`source` for sets of `words` words: compiled once, kept by the hash of its text."""
     text = "".join(p.read_text() for p in sorted(BPF_DIR.glob("*.[hc]"))) + " ".join(defines)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    where = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dovetail" / "bpf"
-    target = where / f"{source.removesuffix('.bpf.c')}-{words}-{digest}.o"
+    target = _cache() / f"{source.removesuffix('.bpf.c')}-{words}-{digest}.o"
     if target.exists():
         return target
     if shutil.which("clang") is None:
         raise Error(f"the fabric needs clang: apt-get install {' '.join(PACKAGES)}")
-    where.mkdir(parents=True, exist_ok=True)
     machine = f"/usr/include/{platform.machine()}-linux-gnu"
     with replacing(target) as temporary:
         command = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Wno-unused-function", f"-I{machine}"]
@@ -124,6 +122,27 @@ def build(source: str, *, words: int, defines: Iterable[str] = ()) -> Path:
         if done.returncode:
             raise Error(f"{source}: {done.stderr.strip().splitlines()[0] if done.stderr else 'clang failed'}")
     return target
+
+
+def build_tool(source: str) -> Path:
+    """A small native program of tools/, compiled once."""
+    path = BPF_DIR.parent / "tools" / source
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    target = _cache() / f"{path.stem}-{digest}"
+    if not target.exists():
+        with replacing(target) as temporary:
+            command = ["clang", "-O2", "-o", str(temporary), str(path)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            if done.returncode:
+                raise Error(f"{source}: {done.stderr.strip().splitlines()[0] if done.stderr else 'clang failed'}")
+        target.chmod(0o755)
+    return target
+
+
+def _cache() -> Path:
+    where = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dovetail" / "bpf"
+    where.mkdir(parents=True, exist_ok=True)
+    return where
 
 
 class Object:
