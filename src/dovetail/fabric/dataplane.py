@@ -73,7 +73,7 @@ class DataPlane:
         names = (
             "configs", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts", "wires",
         )  # fmt: skip
-        found = {p: loaded.program(p) for p in ("fabric_switch", "adopt", "heartbeat", *programs)}
+        found = {p: loaded.program(p) for p in ("fabric_switch", "adopt", *programs)}
         plane = cls({name: loaded.map(name) for name in names}, found, size, loaded)
         plane.configure(generation=0, first_ifindex=FIRST_IFINDEX)
         return plane
@@ -96,7 +96,7 @@ class DataPlane:
 
     def config(self) -> dict[str, int]:
         raw = tables.CONFIG.unpack(kernel.lookup(self.maps["configs"], 0, tables.CONFIG.size))
-        names = ("generation", "first_ifindex", "life", "pause", "silence", "by_port", "use_cache")
+        names = ("generation", "first_ifindex", "life", "pause", "silence", "by_port", "use_cache", "round")
         return dict(zip(names, raw, strict=True))
 
     def configure(self, **changes: int) -> None:
@@ -155,7 +155,7 @@ class DataPlane:
                 entry = tables.port(here, there, i, tables.TO_SWITCH, rate=link.rate)
                 kernel.update(self.maps["ports"], link_slot(i, end), entry)
         for i, host in enumerate(topology.hosts):
-            entry = tables.port(host.switch, i, 0, tables.TO_HOST)
+            entry = tables.port(host.switch, i, 0, tables.TO_HOST, rate=host.rate)
             kernel.update(self.maps["ports"], host_slot(topology, i), entry)
         for switch, known in enumerate(slots):
             kernel.update(self.maps["nodes"], switch, tables.node(self.size, known))
@@ -180,9 +180,11 @@ class DataPlane:
             kernel.delete(self.maps["pauses"], key)
 
     def believed(self, switch: int) -> frozenset[int]:
-        """Links that a switch believes failed because it heard so, whether or not the belief has expired."""
+        """Links that a switch believes failed because it heard so."""
         raw = kernel.lookup(self.maps["nodes"], switch, self.size.node)
         at = 2 * self.size.nodes
+        if struct.unpack_from("<Q", raw, at + self.size.links // 8)[0] < time.monotonic_ns():
+            return frozenset()
         number = int.from_bytes(raw[at : at + self.size.links // 8], "little")
         return frozenset(i for i in range(self.size.links) if number >> i & 1)
 

@@ -24,6 +24,12 @@ PACKAGES = ("clang", "llvm", "libbpf-dev", "libbpf1", "iproute2", "ethtool", "ip
 """Debian packages the fabric needs. The baselines also want BASELINE_PACKAGES."""
 BASELINE_PACKAGES = ("frr",)
 XDP_DROP, XDP_PASS, XDP_REDIRECT = 1, 2, 4
+LIVE_FRAMES = 2
+SHAREABLE = (
+    "configs", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts", "wires", "scratches",
+    "cache",
+)  # fmt: skip
+"""The maps of bpf/maps.h."""
 _DRIVER_MODE = 4
 _P = C.c_void_p
 
@@ -62,8 +68,10 @@ def _lib() -> Any:
         raise Error(f"the fabric needs libbpf: apt-get install {' '.join(PACKAGES)}") from None
     for name in (
         "bpf_object__open_file", "bpf_object__find_program_by_name", "bpf_object__find_map_by_name",
+        "bpf_object__next_map",
     ):  # fmt: skip
         getattr(lib, name).restype = _P
+    lib.bpf_map__name.restype = C.c_char_p
     return lib
 
 
@@ -148,7 +156,10 @@ def _cache() -> Path:
 class Object:
     """A loaded object file: its programs and maps by name. Closing it frees what nothing else holds."""
 
-    def __init__(self, path: Path, *, sizes: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, path: Path, *, sizes: dict[str, int] | None = None, shared: dict[str, int] | None = None
+    ) -> None:
+        """`sizes` of maps by name; maps in `shared` are those of another object, what it does not share is not made."""
         lib = _lib()
         lib.libbpf_set_print(_keep_message)
         _log.clear()
@@ -159,10 +170,23 @@ class Object:
         for name, size in (sizes or {}).items():
             found = lib.bpf_object__find_map_by_name(_P(self._object), name.encode())
             _checked(lib.bpf_map__set_max_entries(_P(found), size), name)
+        if shared is not None:
+            self._share(shared)
         if lib.bpf_object__load(_P(self._object)) < 0:
             why = next((m for m in _log if "processed" in m or "failed" in m), "no reason given")
             self.close()
             raise Error(f"{path.name}: the kernel refuses to load it: {why.splitlines()[-1]}")
+
+    def _share(self, shared: dict[str, int]) -> None:
+        lib = _lib()
+        here = lib.bpf_object__next_map(_P(self._object), None)
+        while here:
+            name = lib.bpf_map__name(_P(here)).decode()
+            if name in shared:
+                _checked(lib.bpf_map__reuse_fd(_P(here), shared[name]), name)
+            elif name in SHAREABLE:
+                _checked(lib.bpf_map__set_autocreate(_P(here), False), name)
+            here = lib.bpf_object__next_map(_P(self._object), _P(here))
 
     def map(self, name: str) -> int:
         if name not in self._maps:

@@ -22,7 +22,7 @@ COUNTERS = (
 )  # fmt: skip
 DROPS = tuple(c for c in COUNTERS if c.startswith("drop"))
 PORT = struct.Struct("<HHHBBQQQQQ")
-CONFIG = struct.Struct("<IIQQQII")
+CONFIG = struct.Struct("<IIQQQIIQ")
 RECORD = struct.Struct("<H2s2H124H")
 
 

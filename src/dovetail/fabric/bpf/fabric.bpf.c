@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: MIT OR GPL-2.0 */
 /* The switch. See docs/fabric.md for the whole story; each header here tells one part of it. */
 #include "forward.h"
-#include "heartbeat.h"
 
 SEC("xdp.frags") /* frags: lifts the limit of one page on a frame's size */
 int fabric_switch(struct xdp_md *ctx)
@@ -24,12 +23,6 @@ int adopt(struct xdp_md *ctx)
 	struct xdp_buff *buffer = bpf_cast_to_kern_ctx(ctx);
 	port->device = (__u64)(long)buffer->rxq->dev;
 	return XDP_PASS;
-}
-
-SEC("xdp.frags")
-int heartbeat(struct xdp_md *ctx)
-{
-	return send_heartbeat(ctx);
 }
 
 char _license[] SEC("license") = "Dual MIT/GPL";

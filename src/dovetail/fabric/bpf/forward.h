@@ -68,7 +68,7 @@ static __always_inline int deliver(struct xdp_md *ctx, __u32 self)
 	*(__u32 *)(data + 8) = mac.last;
 	((struct ethhdr *)data)->h_proto = inner;
 	count(self, DELIVERED);
-	return bpf_redirect_map(&wires, slot, XDP_DROP);
+	return leave(ctx, self, slot);
 }
 
 /* No path from here. The packet's body is dropped; its header goes back to its first switch, to tell it. */
@@ -164,7 +164,7 @@ static __always_inline int from_switch(struct xdp_md *ctx, struct config *config
 	if (in->flags & SILENT)
 		DROP(DROP_SILENT);
 	if (config->silence) {
-		in->heard = bpf_ktime_get_ns();
+		in->heard = config->round;
 		if (h->kind == HEARTBEAT)
 			in->unheard = !(h->flags & HEARD);
 	}

@@ -22,6 +22,8 @@ static __always_inline int send_heartbeat(struct xdp_md *ctx)
 	if (!turn || !config || (void *)(h + 1) > end)
 		return XDP_DROP;
 	__u32 slot = turn->next++;
+	if (!slot)
+		config->round++;
 	if (turn->next >= turn->slots)
 		turn->next = 0;
 	struct port *port = bpf_map_lookup_elem(&ports, &slot);
@@ -29,6 +31,6 @@ static __always_inline int send_heartbeat(struct xdp_md *ctx)
 		return XDP_DROP;
 	eth->h_proto = bpf_htons(ETH_FABRIC);
 	h->kind = HEARTBEAT;
-	h->flags = bpf_ktime_get_ns() - port->heard <= config->silence ? HEARD : 0;
+	h->flags = (__s64)(config->round - port->heard) <= (__s64)config->silence ? HEARD : 0;
 	return bpf_redirect_map(&wires, slot, XDP_DROP);
 }

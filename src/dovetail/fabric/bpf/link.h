@@ -31,7 +31,7 @@ static __always_inline int link_up(const struct config *config, const struct por
 		if ((device->state & STATE_MASK) != STATE_UP)
 			return 0;
 	}
-	if (config->silence && (port->unheard || bpf_ktime_get_ns() - port->heard > config->silence))
+	if (config->silence && (port->unheard || (__s64)(config->round - port->heard) > (__s64)config->silence))
 		return 0;
 	return 1;
 }

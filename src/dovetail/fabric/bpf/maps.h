@@ -10,9 +10,10 @@ struct config {
 	__u32 first_ifindex; /* of slot 0 */
 	__u64 life;          /* how long a failure heard of is believed, ns */
 	__u64 pause;         /* how long a class that cannot be served is not tried again, ns */
-	__u64 silence;       /* a link is down when nothing was heard for so long, ns; 0: carrier only */
+	__u64 silence;       /* a link is down when nothing was heard for so many rounds of heartbeats; 0: carrier only */
 	__u32 by_port;       /* some class is told apart by its port */
 	__u32 use_cache;
+	__u64 round;         /* of heartbeats. Rounds and not time: where nobody sends, nobody is missed */
 };
 
 struct graph {
@@ -41,7 +42,7 @@ struct port {
 	__u16 link;
 	__u8 kind, flags;
 	__u64 device; /* the kernel's struct net_device, found by `adopt` */
-	__u64 heard;  /* when the last frame came in, ns; kept only where config.silence asks for it */
+	__u64 heard;  /* the round in which the last frame came in; kept only where config.silence asks for it */
 	__u64 unheard; /* the neighbour says that it does not hear us */
 	__u64 busy_until; /* of the emulated wire, ns */
 	__u64 picoseconds; /* per byte on the emulated wire; 0: no limit */
