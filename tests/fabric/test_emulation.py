@@ -303,7 +303,9 @@ def test_down_cleans_up_after_a_kill_and_touches_nothing_else() -> None:
             else:
                 time.sleep(wait)  # wherever it is by then
             child.send_signal(signal.SIGKILL)
-            child.communicate()
+            child.wait()
+            assert child.stdout
+            child.stdout.close()
             names = netns.named(f"dvf-{name}-")
             inside = netns.processes_in(names)
             emulate.down(name)

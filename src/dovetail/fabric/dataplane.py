@@ -65,16 +65,18 @@ class DataPlane:
         self.maps, self.programs, self.size, self._owner = maps, programs, size, owner
 
     @classmethod
-    def load(cls, size: tables.Size, *, source: str = "fabric.bpf.c", programs: tuple[str, ...] = ()) -> DataPlane:
+    def load(
+        cls, size: tables.Size, *, source: str = "fabric.bpf.c", programs: tuple[str, ...] = (), maps: tuple[str, ...] = ()
+    ) -> DataPlane:
         cpus = kernel.processors()
         loaded = kernel.Object(
-            kernel.build(source, words=size.words), sizes={"scratches": cpus, "cache": cpus * 1024, "nodes": size.nodes}
+            kernel.build(source, words=size.words), sizes={"scratches": cpus, "cache": cpus * 4096, "nodes": size.nodes}
         )
         names = (
             "configs", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts", "wires",
         )  # fmt: skip
         found = {p: loaded.program(p) for p in ("fabric_switch", "adopt", *programs)}
-        plane = cls({name: loaded.map(name) for name in names}, found, size, loaded)
+        plane = cls({name: loaded.map(name) for name in (*names, *maps)}, found, size, loaded)
         plane.configure(generation=0, first_ifindex=FIRST_IFINDEX)
         return plane
 
@@ -204,8 +206,10 @@ class DataPlane:
 
 
 @contextlib.contextmanager
-def loaded(size: tables.Size, *, source: str = "fabric.bpf.c", programs: tuple[str, ...] = ()) -> Iterator[DataPlane]:
-    plane = DataPlane.load(size, source=source, programs=programs)
+def loaded(
+    size: tables.Size, *, source: str = "fabric.bpf.c", programs: tuple[str, ...] = (), maps: tuple[str, ...] = ()
+) -> Iterator[DataPlane]:
+    plane = DataPlane.load(size, source=source, programs=programs, maps=maps)
     try:
         yield plane
     finally:

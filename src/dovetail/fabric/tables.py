@@ -16,7 +16,7 @@ UNBOUNDED = 0xFFFF
 TO_SWITCH, TO_HOST = 1, 2
 DRAINED, SILENT = 1, 2
 COUNTERS = (
-    "received", "ingress", "transit", "delivered", "searched", "rerouted", "continued", "retried", "cached",
+    "ingress", "transit", "delivered", "searched", "rerouted", "continued", "retried", "cached",
     "answered", "noticed", "drop no path", "drop violation", "drop denied", "drop paused", "drop unknown host",
     "drop hops", "drop stale", "drop malformed", "drop silent link", "drop queue full", "drop too big", "drop other",
 )  # fmt: skip

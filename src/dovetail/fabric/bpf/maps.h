@@ -75,7 +75,7 @@ struct pause_key {
 };
 
 enum counter {
-	RECEIVED, INGRESS, TRANSIT, DELIVERED, SEARCHED, REROUTED, CONTINUED, RETRIED, CACHED, ANSWERED, NOTICED,
+	INGRESS, TRANSIT, DELIVERED, SEARCHED, REROUTED, CONTINUED, RETRIED, CACHED, ANSWERED, NOTICED,
 	DROP_NO_PATH, DROP_VIOLATION, DROP_DENIED, DROP_PAUSED, DROP_UNKNOWN_HOST, DROP_HOPS, DROP_STALE, DROP_MALFORMED,
 	DROP_SILENT, DROP_QUEUE, DROP_TOO_BIG, DROP_OTHER, COUNTERS,
 };
@@ -94,13 +94,15 @@ struct scratch {
 	__u64 any;
 };
 
-#define CACHE_SIZE 1024 /* per processor */
+/* Paths found lately, so that most packets of a flow need no search. A kept path is as good as a fresh one: what has
+ * failed since is met on the way and answered there. */
+#define CACHE_SIZE 4096 /* per processor */
+#define FLOW_BUCKETS 64 /* flows of one class between two switches share at most so many paths */
 struct cached {
-	__u64 key;
+	__u64 key; /* 0: empty */
 	__u32 version, generation;
 	__u16 path[CARRIED];
-	__u8 length, flags, life, state;
-	__u32 pad;
+	__u32 length, pad;
 };
 
 #define MAP(name_, type_, key_, value_, size_) \
@@ -119,8 +121,8 @@ MAP(ports, BPF_MAP_TYPE_ARRAY, __u32, struct port, SLOTS);
 MAP(hosts, BPF_MAP_TYPE_HASH, struct host_key, struct host, 32768);
 MAP(classes, BPF_MAP_TYPE_HASH, struct class_key, __u32, 65536);
 MAP(pauses, BPF_MAP_TYPE_LRU_HASH, struct pause_key, __u64, 1024);
-MAP(scratches, BPF_MAP_TYPE_ARRAY, __u32, struct scratch, 256); /* by processor; resized by the loader */
-MAP(cache, BPF_MAP_TYPE_ARRAY, __u32, struct cached, 256 * CACHE_SIZE);
+MAP(scratches, BPF_MAP_TYPE_ARRAY, __u32, struct scratch, 1);   /* by processor; resized by the loader */
+MAP(cache, BPF_MAP_TYPE_ARRAY, __u32, struct cached, CACHE_SIZE);
 MAP(counts, BPF_MAP_TYPE_PERCPU_ARRAY, __u32, struct counters, NODES);
 struct {
 	__uint(type, BPF_MAP_TYPE_DEVMAP);
@@ -140,6 +142,12 @@ static __always_inline struct scratch *my_scratch(void)
 {
 	__u32 cpu = bpf_get_smp_processor_id();
 	return bpf_map_lookup_elem(&scratches, &cpu);
+}
+
+static __always_inline struct cached *cache_line(__u64 key)
+{
+	__u32 at = bpf_get_smp_processor_id() * CACHE_SIZE + ((key * 0x9E3779B97F4A7C15ULL) >> 52);
+	return bpf_map_lookup_elem(&cache, &at);
 }
 
 static __always_inline struct policy *policy_of(const struct fabric_header *h)

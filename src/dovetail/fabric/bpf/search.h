@@ -225,7 +225,7 @@ __noinline int search(__u32 self)
 	apply_failures(side, 1);
 	int hops = distance(self, from);
 	if (hops > 0) {
-		__u32 node = self, state = from, hash = s->h.flow, left = hops;
+		__u32 node = self, state = from, hash = (s->h.flow + 1) * 0x85EBCA6Bu, left = hops;
 		s->word = 0;
 		while (left && can_loop) {
 			__u32 i = s->word;
