@@ -247,7 +247,11 @@ def test_up_is_idempotent_and_refuses_another_topology(fabric: emulate.Fabric) -
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dovetail.fabric.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "dovetail.fabric.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

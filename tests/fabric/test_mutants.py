@@ -22,15 +22,40 @@ MUTANTS = {
         ";",
     ),
     "own links count as up": ("route.h", "if (!port || link_up(config, port))", "if (1)"),
-    "the automaton's state is not carried": ("forward.h", "	h->state = state;\n	if ((h->flags", "	if ((h->flags"),
-    "the level walk ignores the policy": ("search.h", "ENTERED(choice, nearer, state);", "ENTERED(choice, nearer, state); choice.w[0] = ~0ULL;"),
-    "preferences are reversed": ("search.h", "begin(s, states, p->accept[0], target)", "begin(s, states, p->accept[BOUND(p->ranks - 1, RANKS)], target)"),
-    "beliefs are never forgotten": ("route.h", "		forget(&s->h);\n		s->h.flags |= CERTAIN;", "		s->h.flags |= CERTAIN;"),
+    "the automaton's state is not carried": (
+        "forward.h",
+        "	h->state = state;\n	if ((h->flags",
+        "	if ((h->flags",
+    ),
+    "the level walk ignores the policy": (
+        "search.h",
+        "ENTERED(choice, nearer, state);",
+        "ENTERED(choice, nearer, state); choice.w[0] = ~0ULL;",
+    ),
+    "preferences are reversed": (
+        "search.h",
+        "begin(s, states, p->accept[0], target)",
+        "begin(s, states, p->accept[BOUND(p->ranks - 1, RANKS)], target)",
+    ),
+    "beliefs are never forgotten": (
+        "route.h",
+        "		forget(&s->h);\n		s->h.flags |= CERTAIN;",
+        "		s->h.flags |= CERTAIN;",
+    ),
     "the failure map is not left out of the graph": ("search.h", "apply_failures(side, 1);", ";"),
     "the failure map is not taken back": ("search.h", "apply_failures(side, 0);", ";"),
-    "the header is popped too far": ("forward.h", "((struct ethhdr *)data)->h_proto = inner;", "((struct ethhdr *)data)->h_proto = 0;"),
+    "the inner type is not restored": (
+        "forward.h",
+        "((struct ethhdr *)data)->h_proto = inner;",
+        "((struct ethhdr *)data)->h_proto = 0;",
+    ),
     "length is not bounded": ("search.h", "limit = s->h.hops_left", "limit = LEVELS"),
-}  # fmt: skip
+    "kept paths outlive a change of belief or tables": (
+        "forward.h",
+        "line->version == node->version && line->generation == h->generation",
+        "1",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

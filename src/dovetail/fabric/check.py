@@ -92,7 +92,12 @@ class Prober:
             before = self._drops()
             for i, (source, target, flow) in enumerate(group, start):
                 frame = packets.udp(
-                    addresses(source), addresses(target), sport=1024 + flow % 60000, dport=dport, payload=b"probe", v6=v6
+                    addresses(source),
+                    addresses(target),
+                    sport=1024 + flow % 60000,
+                    dport=dport,
+                    payload=b"probe",
+                    v6=v6,
                 )
                 self.sockets[source].send(packets.probe(frame, (i & 0xFFFF, i >> 16)))
             end = time.monotonic() + PATIENCE

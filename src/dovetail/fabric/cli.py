@@ -15,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Policy-compliant routing in the data plane: switches and hosts as network namespaces, real packets (emulated).",
+    help="Policy-compliant routing in the data plane: emulated switches and hosts, real packets.",
 )
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Which fabric; not needed while there is only one.")]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, and nothing else there.")]
@@ -29,9 +29,12 @@ def _emit(data: Any, json: bool, *lines: str) -> None:
 
 @app.command()
 def up(
-    topology: Annotated[Path, typer.Argument(metavar="topo.yaml", help="A topology: YAML, or GML of the Topology Zoo.")],
+    topology: Annotated[
+        Path, typer.Argument(metavar="topo.yaml", help="A topology: YAML, or GML of the Topology Zoo.")
+    ],
     policy: Annotated[
-        Path | None, typer.Option(metavar="policy.yaml", help="Default: the `policy:` of the topology file, or any path.")
+        Path | None,
+        typer.Option(metavar="policy.yaml", help="Default: the `policy:` of the topology file, or any path."),
     ] = None,
     name: Annotated[str, typer.Option(metavar="NAME", help="Up to 16 of a-z and 0-9.")] = "lab",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check topology and policy; build nothing.")] = False,
@@ -103,7 +106,9 @@ def status(name: Name = None, json: Json = False) -> None:
 def fail(
     link: LinkName,
     silent: Annotated[bool, typer.Option("--silent", help="Frames vanish, the carrier stays on.")] = False,
-    drain: Annotated[bool, typer.Option("--drain", help="Take it out of service in good order: nothing is lost.")] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Take it out of service in good order: nothing is lost.")
+    ] = False,
     name: Name = None,
     json: Json = False,
 ) -> None:
@@ -150,7 +155,7 @@ def check(
     name: Name = None,
     json: Json = False,
 ) -> None:
-    """Send real probes between all hosts and compare each one's path with the oracle. Fails if one breaks the policy."""
+    """Send real probes between all hosts, compare each path with the oracle; fail if one breaks the policy."""
     from dataclasses import asdict
 
     from . import check as checking

@@ -74,7 +74,9 @@ def measure(topology: Topology, *, waypoints: int = 0, repeat: int = 20_000, tur
             plane.configure(first_ifindex=(LOOPBACK - out) & 0xFFFFFFFF)
             kernel.Runner(plane.programs["adopt"])(bytes(64), ifindex=LOOPBACK)
             assert plane.port(out)[5]
-        samples: dict[str, list[int]] = {k: [] for k in ("search", "cached", "transit", "plain", "recompute", "nothing")}
+        samples: dict[str, list[int]] = {
+            k: [] for k in ("search", "cached", "transit", "plain", "recompute", "nothing")
+        }
         for _ in range(turns):
             for cache, name in ((0, "search"), (1, "cached")):
                 plane.configure(first_ifindex=(LOOPBACK - host_slot(topology, ends[0])) & 0xFFFFFFFF, use_cache=cache)

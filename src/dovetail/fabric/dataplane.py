@@ -39,9 +39,9 @@ class Addresses:
 
 def addresses(host: int) -> Addresses:
     n = host + 1
-    return Addresses(
-        f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}", f"fd00:d07e::{n:x}", f"02:d0:7e:{n >> 16:02x}:{n >> 8 & 255:02x}:{n & 255:02x}"
-    )  # fmt: skip
+    high, middle, low = n >> 16 & 255, n >> 8 & 255, n & 255
+    mac = f"02:d0:7e:{high:02x}:{middle:02x}:{low:02x}"
+    return Addresses(f"10.{high}.{middle}.{low}", f"fd00:d07e::{n:x}", mac)
 
 
 def link_slot(link: int, end: int) -> int:
@@ -61,12 +61,19 @@ def slot_towards(topology: Topology, here: int, there: int) -> int:
 class DataPlane:
     """Loaded programs and maps. `close` lets go of them; what is attached to a device stays."""
 
-    def __init__(self, maps: dict[str, int], programs: dict[str, int], size: tables.Size, owner: kernel.Object | None):
+    def __init__(
+        self, maps: dict[str, int], programs: dict[str, int], size: tables.Size, owner: kernel.Object | None
+    ) -> None:
         self.maps, self.programs, self.size, self._owner = maps, programs, size, owner
 
     @classmethod
     def load(
-        cls, size: tables.Size, *, source: str = "fabric.bpf.c", programs: tuple[str, ...] = (), maps: tuple[str, ...] = ()
+        cls,
+        size: tables.Size,
+        *,
+        source: str = "fabric.bpf.c",
+        programs: tuple[str, ...] = (),
+        maps: tuple[str, ...] = (),
     ) -> DataPlane:
         cpus = kernel.processors()
         loaded = kernel.Object(

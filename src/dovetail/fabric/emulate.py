@@ -180,8 +180,8 @@ def _build(names: Names, topology: Topology, plane: DataPlane | None, *, mtu: in
     for h, host in enumerate(topology.hosts):
         slot = host_slot(topology, h)
         lines.append(
-            f"link add {device(slot)} index {FIRST_IFINDEX + slot} netns {names.switch(host.switch)} mtu {topology.mtu} "
-            f"type veth peer name {HOST_DEVICE} netns {names.host(h)} mtu {topology.mtu} address {addresses(h).mac}"
+            f"link add {device(slot)} index {FIRST_IFINDEX + slot} netns {names.switch(host.switch)} "
+            f"mtu {topology.mtu} type veth peer name {HOST_DEVICE} netns {names.host(h)} mtu {topology.mtu} address {addresses(h).mac}"
         )
     netns.batch(lines)
     ports = ports_of(topology)
@@ -214,7 +214,9 @@ def _build(names: Names, topology: Topology, plane: DataPlane | None, *, mtu: in
 def _shape(where: str, what: str, rate: float) -> None:
     burst = max(16_000, int(rate / 250))
     command = ["tc", "-n", where, "qdisc", "replace", "dev", what, "root", "tbf", "rate", f"{int(rate * 8)}bit"]
-    done = subprocess.run([*command, "burst", str(burst), "latency", "20ms"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "burst", str(burst), "latency", "20ms"], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise Error(f"tc: {done.stderr.strip()}")
 
@@ -279,7 +281,9 @@ def down(name: str) -> int:
         raise Error(f"fabric name: expected up to 16 of a-z and 0-9, got {name!r}")
     # The name in a namespace's name ends with the process that built it: an interrupted build is found without a file.
     removed = 0
-    for run in {m[1] for n in netns.named(f"{netns.PREFIX}{name}-") if (m := re.match(rf"dvf-({name}-\d+)-[sh]\d+$", n))}:
+    for run in {
+        m[1] for n in netns.named(f"{netns.PREFIX}{name}-") if (m := re.match(rf"dvf-({name}-\d+)-[sh]\d+$", n))
+    }:
         removed += netns.remove(f"{netns.PREFIX}{run}-")
     (RUN / f"{name}.json").unlink(missing_ok=True)
     shutil.rmtree(RUN / name, ignore_errors=True)

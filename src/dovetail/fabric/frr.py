@@ -36,15 +36,26 @@ def _config(fabric: Routed, switch: int, *, bfd_ms: int) -> dict[str, str]:
     for link, end in mine:
         ospf += [
             f"interface {device(link_slot(link, end))}",
-            " ip ospf area 0", " ip ospf network point-to-point", " ip ospf hello-interval 1", " ip ospf dead-interval 3",
+            " ip ospf area 0", " ip ospf network point-to-point",
+            " ip ospf hello-interval 1", " ip ospf dead-interval 3",
             " ip ospf bfd", " ip ospf bfd profile fast", "exit",
         ]  # fmt: skip
     ospf += [
         "router ospf", f" ospf router-id {router}", " redistribute kernel", " maximum-paths 16",
         " timers throttle spf 0 10 100", " timers throttle lsa all 0", " timers lsa min-arrival 0", "exit",
     ]  # fmt: skip
-    bfd = ["bfd", " profile fast", f"  receive-interval {bfd_ms}", f"  transmit-interval {bfd_ms}", "  detect-multiplier 3"]
-    return {"ospfd": "\n".join(ospf) + "\n", "bfdd": "\n".join([*bfd, " exit", "exit"]) + "\n", "zebra": f"hostname s{switch}\n"}
+    bfd = [
+        "bfd",
+        " profile fast",
+        f"  receive-interval {bfd_ms}",
+        f"  transmit-interval {bfd_ms}",
+        "  detect-multiplier 3",
+    ]
+    return {
+        "ospfd": "\n".join(ospf) + "\n",
+        "bfdd": "\n".join([*bfd, " exit", "exit"]) + "\n",
+        "zebra": f"hostname s{switch}\n",
+    }
 
 
 @contextlib.contextmanager
@@ -68,7 +79,8 @@ def frr(topology: Topology, *, bfd_ms: int = 50, wait: float = 60.0) -> Iterator
                     shutil.chown(config, "frr", "frr")
                     command = [
                         "ip", "netns", "exec", fabric.names.switch(s), str(_LIB / daemon), "-f", str(config),
-                        "-i", str(here / f"{daemon}.pid"), "-z", str(here / "zserv"), "--vty_socket", str(here), "-P", "0",
+                        "-i", str(here / f"{daemon}.pid"), "-z", str(here / "zserv"),
+                        "--vty_socket", str(here), "-P", "0",
                     ]  # fmt: skip
                     if daemon == "bfdd":
                         command += ["--bfdctl", str(here / "bfdd.sock")]

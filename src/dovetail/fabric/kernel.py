@@ -78,14 +78,16 @@ def _lib() -> Any:
 _log: list[str] = []
 
 
-@C.CFUNCTYPE(C.c_int, C.c_int, C.c_char_p, _P)
-def _keep_message(level: int, form: bytes, arguments: int) -> int:
+def _message(level: int, form: bytes, arguments: int) -> int:
     """Keeps what libbpf has to say, instead of printing it."""
     if level == 0:
         text = C.create_string_buffer(4096)
         C.CDLL(None).vsnprintf(text, 4096, form, _P(arguments))
         _log.append(text.value.decode(errors="replace").strip())
     return 0
+
+
+_keep_message = C.CFUNCTYPE(C.c_int, C.c_int, C.c_char_p, _P)(_message)
 
 
 def _checked(result: int, what: str) -> int:

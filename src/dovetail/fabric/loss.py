@@ -63,9 +63,7 @@ def measure(
     link = topology.link_index[frozenset(walk[position : position + 2])]
     near = 0 if topology.links[link].a == walk[position] else 1
     tool = str(kernel.build_tool("traffic.c"))
-    receiver = fabric.run(
-        target, [tool, "receive", str(PORT), str(seconds + 0.7)], stdout=subprocess.PIPE, text=True
-    )
+    receiver = fabric.run(target, [tool, "receive", str(PORT), str(seconds + 0.7)], stdout=subprocess.PIPE, text=True)
     assert receiver.stdout
     receiver.stdout.readline()
     sender = fabric.run(
@@ -86,5 +84,10 @@ def measure(
         fabric.heal(link)
         settle()
     return Loss(
-        topology.link_name(link), position, sent["sent"], sent["sent"] - got["received"], got["longest_gap"], sent["late"]
+        topology.link_name(link),
+        position,
+        sent["sent"],
+        sent["sent"] - got["received"],
+        got["longest_gap"],
+        sent["late"],
     )

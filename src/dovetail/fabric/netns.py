@@ -55,7 +55,12 @@ def _enter(fd: int) -> None:
 def batch(lines: list[str], *, timeout: float = 120) -> None:
     """Many `ip` commands in one process."""
     done = subprocess.run(
-        ["ip", "-batch", "-"], input="\n".join(lines) + "\n", text=True, capture_output=True, timeout=timeout, check=False
+        ["ip", "-batch", "-"],
+        input="\n".join(lines) + "\n",
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+        check=False,
     )
     if done.returncode:
         raise Error(f"ip: {(done.stderr.strip() or 'failed').splitlines()[0]}")
@@ -83,7 +88,7 @@ def is_up(device: str) -> bool:
     """Whether the device is up and has carrier."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         flags = struct.unpack_from("<H", fcntl.ioctl(s, _SIOCGIFFLAGS, _name(device) + bytes(24)), 16)[0]
-    return flags & 0x41 == 0x41  # IFF_UP and IFF_RUNNING
+    return bool(flags & 0x41 == 0x41)  # IFF_UP and IFF_RUNNING
 
 
 def add_addresses(device: str, v4: str, v6: str, prefix4: int, prefix6: int) -> None:

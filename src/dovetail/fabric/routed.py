@@ -46,7 +46,7 @@ class Routed:
         self._drop: kernel.Object | None = None
 
     def build(self, *, superframes: bool = False) -> None:
-        """Routers and hosts without routes. `superframes`: leave segmentation to the far end, as veth does by default."""
+        """Routers and hosts without routes. `superframes`: never segment, as veth does by default."""
         topology, names = self.topology, self.names
         _build(names, topology, None)
         for s in range(len(topology.switches)):
@@ -61,11 +61,17 @@ class Routed:
                     lines.append(f"addr add {GATEWAY}/32 dev {what}")
                     lines.append(f"route add {addresses(h).v4}/32 dev {what}")
             with netns.inside(names.switch(s)):
-                for path in ("ipv4/ip_forward", "ipv4/fib_multipath_hash_policy", "ipv4/conf/all/ignore_routes_with_linkdown"):
+                for path in (
+                    "ipv4/ip_forward",
+                    "ipv4/fib_multipath_hash_policy",
+                    "ipv4/conf/all/ignore_routes_with_linkdown",
+                ):
                     netns.sysctl(path, "1")
                 netns.sysctl("ipv4/conf/all/rp_filter", "0")
                 netns.sysctl("ipv4/conf/default/rp_filter", "0")
-                for slot in [link_slot(i, 0 if k.a == s else 1) for i, k in enumerate(topology.links) if s in (k.a, k.b)]:
+                for slot in [
+                    link_slot(i, 0 if k.a == s else 1) for i, k in enumerate(topology.links) if s in (k.a, k.b)
+                ]:
                     netns.sysctl(f"ipv4/conf/{device(slot)}/ignore_routes_with_linkdown", "1")
                     netns.offload(device(slot), tx=superframes, tso=superframes, gro=True)
                 if lines:
@@ -98,14 +104,20 @@ class Routed:
                 old, self.routes[s][h] = self.routes[s].get(h), hops
                 changed += 1
                 if hops:
-                    parts = " ".join(f"nexthop via {self._peer(s, n)} dev {device(slot_towards(topology, s, n))}" for n in hops)
+                    parts = " ".join(
+                        f"nexthop via {self._peer(s, n)} dev {device(slot_towards(topology, s, n))}" for n in hops
+                    )
                     lines.append(f"route replace {addresses(h).v4}/32 {parts}")
                 elif old:
                     lines.append(f"route del {addresses(h).v4}/32")
             if lines:
                 with netns.inside(self.names.switch(s)):
                     subprocess.run(
-                        ["ip", "-force", "-batch", "-"], input="\n".join(lines) + "\n", text=True, capture_output=True, check=False
+                        ["ip", "-force", "-batch", "-"],
+                        input="\n".join(lines) + "\n",
+                        text=True,
+                        capture_output=True,
+                        check=False,
                     )
         return changed
 

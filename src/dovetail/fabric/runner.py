@@ -80,7 +80,8 @@ class Bench:
         """A packet between two hosts, followed to its end; the notice it may cause is followed too."""
         frame = packet or udp(addresses(source), addresses(target), sport=sport, dport=dport, payload=b"dovetail" * 4)
         here, slot = self.topology.hosts[source].switch, host_slot(self.topology, source)
-        walk, notice = [here], []
+        walk = [here]
+        notice: list[int] = []
         searches, failures = 0, frozenset[int]()
         kind = 0
         while True:

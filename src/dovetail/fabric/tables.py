@@ -146,5 +146,6 @@ def read_header(size: Size, packet: bytes) -> Header:
     raw = int.from_bytes(packet[at + 24 + 2 * CARRIED : at + size.header], "little")
     failed = frozenset(i for i in range(size.links) if raw >> i & 1)
     return Header(
-        kind, flags, generation, policy, state, hop, length, life, left, source, target, port, computed, flow, path, failed
+        kind, flags, generation, policy, state, hop, length, life, left, source, target, port, computed, flow,
+        path, failed,
     )  # fmt: skip

@@ -51,7 +51,7 @@ class Result:
 
     @property
     def stall(self) -> float:
-        """The longest step beyond the median one, in seconds; the first two steps set up connections and do not count."""
+        """The longest step beyond the median one, in seconds, without the first two, which set up connections."""
         return max(self.seconds[2:], default=0.0) - self.median
 
     @property
@@ -110,7 +110,9 @@ def run(
             assert stream
             while len(result.losses) < steps:
                 if time.monotonic() > end:
-                    raise Error(f"training over the fabric did not end within {timeout:.0f} s (step {len(result.losses)})")
+                    raise Error(
+                        f"training over the fabric did not end within {timeout:.0f} s (step {len(result.losses)})"
+                    )
                 if not select.select([stream], [], [], 0.2)[0]:
                     _all_well(ranks, logs)
                     continue

@@ -42,7 +42,11 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(7)
     width = arguments.width
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
+        torch.nn.Linear(64, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, 10),
     )
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05, momentum=0.9)
@@ -53,7 +57,7 @@ def train(arguments: argparse.Namespace) -> None:
         x = torch.randn(16, 64, generator=data)
         loss = torch.nn.functional.cross_entropy(parallel(x), (x @ rule).argmax(1))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         _say(step=step, loss=loss.item(), seconds=time.perf_counter() - begin)
 
