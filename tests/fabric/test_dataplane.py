@@ -281,6 +281,12 @@ def test_arp_and_neighbour_solicitations_are_answered_for_every_host(fresh: Benc
     assert packets.checksum(ip[8:40] + struct.pack(">II", len(nd), packets.ICMPV6) + nd) == 0
 
 
+def test_a_host_cannot_speak_in_the_name_of_another(fresh: Bench) -> None:
+    before = counted(fresh, "drop spoofed")
+    verdict, _ = fresh.enter(host_slot(TREE, 0), packets.udp(addresses(2), addresses(3), sport=1, dport=1))
+    assert verdict == kernel.XDP_DROP and counted(fresh, "drop spoofed") == before + 1
+
+
 def test_what_is_not_for_the_fabric_is_dropped_and_counted(fresh: Bench) -> None:
     me, nobody = addresses(0), addresses(4000)
     cases = [

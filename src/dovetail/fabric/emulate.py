@@ -181,7 +181,8 @@ def _build(names: Names, topology: Topology, plane: DataPlane | None, *, mtu: in
         slot = host_slot(topology, h)
         lines.append(
             f"link add {device(slot)} index {FIRST_IFINDEX + slot} netns {names.switch(host.switch)} "
-            f"mtu {topology.mtu} type veth peer name {HOST_DEVICE} netns {names.host(h)} mtu {topology.mtu} address {addresses(h).mac}"
+            f"mtu {topology.mtu} type veth peer name {HOST_DEVICE} netns {names.host(h)} "
+            f"mtu {topology.mtu} address {addresses(h).mac}"
         )
     netns.batch(lines)
     ports = ports_of(topology)

@@ -18,7 +18,8 @@ DRAINED, SILENT = 1, 2
 COUNTERS = (
     "ingress", "transit", "delivered", "searched", "rerouted", "continued", "retried", "cached",
     "answered", "noticed", "drop no path", "drop violation", "drop denied", "drop paused", "drop unknown host",
-    "drop hops", "drop stale", "drop malformed", "drop silent link", "drop queue full", "drop too big", "drop other",
+    "drop hops", "drop stale", "drop malformed", "drop silent link", "drop queue full", "drop too big", "drop spoofed",
+    "drop other",
 )  # fmt: skip
 DROPS = tuple(c for c in COUNTERS if c.startswith("drop"))
 PORT = struct.Struct("<HHHBBQQQQQ")

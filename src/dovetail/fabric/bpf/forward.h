@@ -277,6 +277,8 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 	}
 	if (!t.from || !t.to)
 		DROP(DROP_UNKNOWN_HOST);
+	if (t.from->slot != in_slot) /* isolation would be worth nothing if a host could speak in another's name */
+		DROP(DROP_SPOOFED);
 	int policy = policy_for(config, &t, side);
 	if (policy < 0)
 		DROP(DROP_DENIED);
