@@ -25,7 +25,10 @@ def test_the_loss_curve_is_the_undisturbed_one() -> None:
 
 
 def test_a_rank_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulate.temporary(shapes.ring(3)) as fabric, pytest.raises(Error, match=r"^rank \d on the fabric failed: ") as e:
+    with (
+        emulate.temporary(shapes.ring(3)) as fabric,
+        pytest.raises(Error, match=r"^rank \d on the fabric failed: ") as e,
+    ):
         training.run(fabric, HOSTS[:1], steps=1, mode="no such mode")
     assert "\n" not in str(e.value)
 

@@ -132,7 +132,9 @@ class Network(Noun, frozen=True, kw_only=True):
     def _find(self, collective: CollectiveName) -> Collective:
         if collective not in self.collectives:
             have = ", ".join(self.collectives)
-            raise Error(f"network {self.name!r} has no {collective} (it has {have}): measure it with `dovetail network`")
+            raise Error(
+                f"network {self.name!r} has no {collective} (it has {have}): measure it with `dovetail network`"
+            )
         return self.collectives[collective]
 
     def _factors(self, ranks: int) -> tuple[float, float]:

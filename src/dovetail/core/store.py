@@ -68,7 +68,9 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
         raise InputError(path, "", f"expected a JSON object with a {noun.kind}, got {type(data).__name__}")
     kind, version = data.pop("kind", None), data.pop("version", None)
     if kind != noun.kind:
-        raise InputError(path, "kind", f"expected {noun.kind!r}, got {kind!r}" if kind else f"missing, expected {noun.kind!r}")
+        raise InputError(
+            path, "kind", f"expected {noun.kind!r}, got {kind!r}" if kind else f"missing, expected {noun.kind!r}"
+        )
     if version != noun.version or isinstance(version, bool):
         got = "missing" if version is None else f"got {version!r}"
         raise InputError(path, "version", f"expected {noun.version}, {got}; this dovetail reads no other version")

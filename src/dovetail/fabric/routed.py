@@ -61,12 +61,12 @@ class Routed:
                     lines.append(f"addr add {GATEWAY}/32 dev {what}")
                     lines.append(f"route add {addresses(h).v4}/32 dev {what}")
             with netns.inside(names.switch(s)):
-                for path in (
-                    "ipv4/ip_forward",
-                    "ipv4/fib_multipath_hash_policy",
-                    "ipv4/conf/all/ignore_routes_with_linkdown",
-                ):
-                    netns.sysctl(path, "1")
+                netns.sysctl("ipv4/ip_forward", "1")
+                netns.sysctl("ipv4/conf/all/ignore_routes_with_linkdown", "1")
+                # Flows by addresses, protocol and ports. The usual policy 1 would take the hash that the sender's socket
+                # drew by lot, which veth carries along: a wire would not.
+                netns.sysctl("ipv4/fib_multipath_hash_policy", "3")
+                netns.sysctl("ipv4/fib_multipath_hash_fields", "55")
                 netns.sysctl("ipv4/conf/all/rp_filter", "0")
                 netns.sysctl("ipv4/conf/default/rp_filter", "0")
                 for slot in [
