@@ -183,12 +183,14 @@ def test_detours_end_once_the_way_back_has_told_the_source(fresh: Bench) -> None
     _, link = _far_failure(fresh, 5)
     fresh.fail(frozenset({link}))
     first = fresh.send(0, 15, sport=5)
-    assert first.delivered and first.searches == 2 and len(first.walk) > 5
+    assert first.delivered and first.failures == {link} and len(first.walk) > 5
     assert fresh.plane.believed(7) == {link}
     assert fresh.send(15, 0, sport=9).delivered  # any packet back carries what its first switch believes
     assert link in fresh.plane.believed(0)
     again = fresh.send(0, 15, sport=5)
     assert again.delivered and again.searches == 1 and len(again.walk) == 5
+    kept = fresh.send(0, 15, sport=5)
+    assert kept.walk == again.walk and kept.searches == 0
 
 
 def test_a_stale_belief_costs_no_delivery(fresh: Bench) -> None:
