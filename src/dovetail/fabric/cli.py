@@ -202,6 +202,28 @@ def trace(
     _emit(asdict(found), json, way, f"policy {found.policy!r}: {found.why}")
 
 
+@app.command()
+def heartbeat(
+    interval: Annotated[float, typer.Option(min=0.001, help="Seconds between rounds.")] = 0.01,
+    misses: Annotated[int, typer.Option(min=2, help="Silent rounds after which a link is down.")] = 3,
+    name: Name = None,
+) -> None:
+    """Find links that fail in silence, until interrupted: every switch says something on every link."""
+    import time
+
+    from . import emulate
+    from .heartbeat import Heartbeat
+
+    fabric = emulate.find(name)
+    try:
+        with Heartbeat(fabric, interval=interval, misses=misses):
+            typer.echo(f"{fabric.name}: a round every {interval * 1e3:g} ms, down after {misses}; ^C ends", err=True)
+            while True:
+                time.sleep(3600)
+    finally:
+        fabric.close()
+
+
 @app.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def execute(
     host: Annotated[str, typer.Argument(help="A host of the fabric.")],

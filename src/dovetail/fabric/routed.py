@@ -63,7 +63,7 @@ class Routed:
             with netns.inside(names.switch(s)):
                 netns.sysctl("ipv4/ip_forward", "1")
                 netns.sysctl("ipv4/conf/all/ignore_routes_with_linkdown", "1")
-                # Flows by addresses, protocol and ports. The usual policy 1 would take the hash that the sender's socket
+                # Flows by addresses, protocol, ports. The usual policy 1 would take the hash that the sender's socket
                 # drew by lot, which veth carries along: a wire would not.
                 netns.sysctl("ipv4/fib_multipath_hash_policy", "3")
                 netns.sysctl("ipv4/fib_multipath_hash_fields", "55")
