@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+#pragma once
+#include "forward.h"
+
+SEC("xdp.frags") /* frags: lifts the limit of one page on a frame's size */
+int fabric_switch(struct xdp_md *ctx)
+{
+	return handle(ctx);
+}
+
+/* Run once for every port, through the kernel's test runner with the port as ingress: remembers the port's device. */
+SEC("xdp.frags")
+int adopt(struct xdp_md *ctx)
+{
+	__u32 zero = 0;
+	struct config *config = bpf_map_lookup_elem(&configs, &zero);
+	if (!config)
+		return XDP_ABORTED;
+	__u32 slot = ctx->ingress_ifindex - config->first_ifindex;
+	struct port *port = bpf_map_lookup_elem(&ports, &slot);
+	if (!port)
+		return XDP_ABORTED;
+	struct xdp_buff *buffer = bpf_cast_to_kern_ctx(ctx);
+	port->device = (__u64)(long)buffer->rxq->dev;
+	return XDP_PASS;
+}

@@ -1,0 +1,223 @@
+"""The data plane of a fabric: loaded once, its tables replaced without a window of wrong forwarding.
+
+One program and one set of maps serve all switches of the machine; which switch a frame is at follows from the port it
+came in by. `install` writes a complete second set of tables beside the one in force and then changes one number. A
+packet is judged everywhere by the set that was in force when it entered, so no packet ever sees a mixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from . import kernel, tables
+from .automaton import build
+from .policy import DENY, Policies
+from .topology import Topology
+
+FIRST_IFINDEX = 1000
+LIFE = 1.0
+"""How long a switch believes a failure that it heard of, in seconds."""
+PAUSE = 0.05
+"""How long a class that no path can serve is not tried again, in seconds."""
+GRACE = 0.02
+"""A packet has left the fabric after so many seconds; the tables it was judged by can then be overwritten."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """What host number i is called on the wire."""
+
+    v4: str
+    v6: str
+    mac: str
+
+
+def addresses(host: int) -> Addresses:
+    n = host + 1
+    high, middle, low = n >> 16 & 255, n >> 8 & 255, n & 255
+    mac = f"02:d0:7e:{high:02x}:{middle:02x}:{low:02x}"
+    return Addresses(f"10.{high}.{middle}.{low}", f"fd00:d07e::{n:x}", mac)
+
+
+def link_slot(link: int, end: int) -> int:
+    """The port of a link at its end a (0) or b (1)."""
+    return 2 * link + end
+
+
+def host_slot(topology: Topology, host: int) -> int:
+    return 2 * len(topology.links) + host
+
+
+def slot_towards(topology: Topology, here: int, there: int) -> int:
+    link = topology.link_index[frozenset((here, there))]
+    return link_slot(link, 0 if topology.links[link].a == here else 1)
+
+
+class DataPlane:
+    """Loaded programs and maps. `close` lets go of them; what is attached to a device stays."""
+
+    def __init__(
+        self, maps: dict[str, int], programs: dict[str, int], size: tables.Size, owner: kernel.Object | None
+    ) -> None:
+        self.maps, self.programs, self.size, self._owner = maps, programs, size, owner
+
+    @classmethod
+    def load(
+        cls,
+        size: tables.Size,
+        *,
+        source: str = "fabric.bpf.c",
+        programs: tuple[str, ...] = (),
+        maps: tuple[str, ...] = (),
+    ) -> DataPlane:
+        cpus = kernel.processors()
+        loaded = kernel.Object(
+            kernel.build(source, words=size.words), sizes={"scratches": cpus, "cache": cpus * 4096, "nodes": size.nodes}
+        )
+        names = (
+            "configs", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts", "wires",
+        )  # fmt: skip
+        found = {p: loaded.program(p) for p in ("fabric_switch", "adopt", *programs)}
+        plane = cls({name: loaded.map(name) for name in (*names, *maps)}, found, size, loaded)
+        plane.configure(generation=0, first_ifindex=FIRST_IFINDEX)
+        return plane
+
+    @classmethod
+    def found_on(cls, ifindex: int, size: tables.Size) -> DataPlane:
+        """The data plane whose switch program sits on a device of this namespace."""
+        program, maps = kernel.maps_of_program(ifindex)
+        return cls(maps, {"fabric_switch": program}, size, None)
+
+    def close(self) -> None:
+        if self._owner:
+            self._owner.close()
+        else:
+            for fd in (*self.maps.values(), *self.programs.values()):
+                os.close(fd)
+        self.maps, self.programs = {}, {}
+
+    # configuration
+
+    def config(self) -> dict[str, int]:
+        raw = tables.CONFIG.unpack(kernel.lookup(self.maps["configs"], 0, tables.CONFIG.size))
+        names = ("generation", "first_ifindex", "life", "pause", "silence", "by_port", "use_cache", "round")
+        return dict(zip(names, raw, strict=True))
+
+    def configure(self, **changes: int) -> None:
+        now = self.config()
+        if not now["life"]:
+            now |= {"life": int(LIFE * 1e9), "pause": int(PAUSE * 1e9), "use_cache": 1}
+        now |= changes
+        kernel.update(self.maps["configs"], 0, tables.CONFIG.pack(*now.values()))
+
+    # tables
+
+    def install(
+        self, topology: Topology, policies: Policies, *, without: frozenset[int] = frozenset(), grace: float = GRACE
+    ) -> int:
+        """Brings a topology (less the links in `without`) and policies into force; returns the new generation."""
+        assert len(policies.automata) < tables.NOTICE_POLICY
+        time.sleep(grace)
+        generation = self.config()["generation"] + 1
+        side = generation & 1
+        for name, width in (("hosts", 20), ("classes", 8)):
+            for key in kernel.keys(self.maps[name], width):
+                if (
+                    struct.unpack_from("<I", key, 16)[0] if name == "hosts" else struct.unpack_from("<H", key, 6)[0]
+                ) == side:
+                    kernel.delete(self.maps[name], key)
+        kernel.update(self.maps["graphs"], side, tables.graph(self.size, topology, generation, without=without))
+        everything = build(len(topology.switches))
+        blank = bytes(len(tables.policy(self.size, everything, 0)))
+        for i in range(tables.POLICIES):
+            automaton = policies.automata[i] if i < len(policies.automata) else None
+            if i == tables.NOTICE_POLICY:
+                automaton = everything
+            raw = tables.policy(self.size, automaton, generation) if automaton else blank
+            kernel.update(self.maps["policies"], side * tables.POLICIES + i, raw)
+        for i, host in enumerate(topology.hosts):
+            entry = tables.host(addresses(i).mac, host.switch, host_slot(topology, i), policies.groups[i])
+            for address in (addresses(i).v4, addresses(i).v6):
+                kernel.update(self.maps["hosts"], tables.host_key(address, side), entry)
+        for (source, target, port), index in policies.choice.items():
+            if index != DENY:
+                key = tables.class_key(source, target, port, side)
+                kernel.update(self.maps["classes"], key, struct.pack("<I", index))
+        # A port whose traffic is denied while the pair is not needs an entry that says so.
+        for (source, target, port), index in policies.choice.items():
+            if index == DENY and port:
+                kernel.update(self.maps["classes"], tables.class_key(source, target, port, side), b"\xff" * 4)
+        self.configure(generation=generation, by_port=int(bool(policies.ports)))
+        return generation
+
+    def install_ports(self, topology: Topology) -> None:
+        """Ports and each switch's way to its neighbours. Done once, before any port is attached."""
+        slots: list[dict[int, int]] = [{} for _ in topology.switches]
+        for i, link in enumerate(topology.links):
+            for end, (here, there) in enumerate(((link.a, link.b), (link.b, link.a))):
+                slots[here][there] = link_slot(i, end)
+                entry = tables.port(here, there, i, tables.TO_SWITCH, rate=link.rate)
+                kernel.update(self.maps["ports"], link_slot(i, end), entry)
+        for i, host in enumerate(topology.hosts):
+            entry = tables.port(host.switch, i, 0, tables.TO_HOST, rate=host.rate)
+            kernel.update(self.maps["ports"], host_slot(topology, i), entry)
+        for switch, known in enumerate(slots):
+            kernel.update(self.maps["nodes"], switch, tables.node(self.size, known))
+
+    def port(self, slot: int) -> tuple[int, ...]:
+        return tables.PORT.unpack(kernel.lookup(self.maps["ports"], slot, tables.PORT.size))
+
+    def set_flag(self, slot: int, flag: int, on: bool) -> None:
+        values = list(self.port(slot))
+        values[4] = values[4] | flag if on else values[4] & ~flag
+        kernel.update(self.maps["ports"], slot, tables.PORT.pack(*values))
+
+    def forget(self, topology: Topology) -> None:
+        """Makes every switch forget what it heard of failures; link state itself is never stored."""
+        for switch in range(len(topology.switches)):
+            raw = bytearray(kernel.lookup(self.maps["nodes"], switch, self.size.node))
+            version = struct.unpack_from("<I", raw, self.size.node - 8)[0] + 1
+            at = 2 * self.size.nodes
+            raw[at:] = bytes(self.size.links // 8 + 16) + struct.pack("<II", version, 0)
+            kernel.update(self.maps["nodes"], switch, bytes(raw))
+        for key in kernel.keys(self.maps["pauses"], 8):
+            kernel.delete(self.maps["pauses"], key)
+
+    def believed(self, switch: int) -> frozenset[int]:
+        """Links that a switch believes failed because it heard so."""
+        raw = kernel.lookup(self.maps["nodes"], switch, self.size.node)
+        at = 2 * self.size.nodes
+        if struct.unpack_from("<Q", raw, at + self.size.links // 8)[0] < time.monotonic_ns():
+            return frozenset()
+        number = int.from_bytes(raw[at : at + self.size.links // 8], "little")
+        return frozenset(i for i in range(self.size.links) if number >> i & 1)
+
+    # counters
+
+    def counters(self, switch: int) -> dict[str, int]:
+        cpus, width = kernel.processors(), len(tables.COUNTERS)
+        raw = struct.unpack(f"<{cpus * width}Q", kernel.lookup(self.maps["counts"], switch, 8 * width * cpus))
+        return {name: sum(raw[i::width]) for i, name in enumerate(tables.COUNTERS)}
+
+    def totals(self, topology: Topology) -> dict[str, int]:
+        total = dict.fromkeys(tables.COUNTERS, 0)
+        for switch in range(len(topology.switches)):
+            for name, value in self.counters(switch).items():
+                total[name] += value
+        return total
+
+
+@contextlib.contextmanager
+def loaded(
+    size: tables.Size, *, source: str = "fabric.bpf.c", programs: tuple[str, ...] = (), maps: tuple[str, ...] = ()
+) -> Iterator[DataPlane]:
+    plane = DataPlane.load(size, source=source, programs=programs, maps=maps)
+    try:
+        yield plane
+    finally:
+        plane.close()

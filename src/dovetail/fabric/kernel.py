@@ -1,0 +1,292 @@
+"""A thin layer over libbpf: compile, load, maps, the test runner, attaching XDP programs."""
+
+from __future__ import annotations
+
+import ctypes as C
+import errno
+import hashlib
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dovetail.core.errors import Error
+from dovetail.core.store import replacing
+
+BPF_DIR = Path(__file__).parent / "bpf"
+PACKAGES = ("clang", "llvm", "libbpf-dev", "libbpf1", "iproute2", "ethtool", "iputils-ping")
+"""Debian packages the fabric needs. The baselines also want BASELINE_PACKAGES."""
+BASELINE_PACKAGES = ("frr",)
+XDP_DROP, XDP_PASS, XDP_REDIRECT = 1, 2, 4
+LIVE_FRAMES = 2
+SHAREABLE = (
+    "configs", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts", "wires", "scratches",
+    "cache",
+)  # fmt: skip
+"""The maps of bpf/maps.h."""
+_DRIVER_MODE = 4
+_P = C.c_void_p
+
+
+class _TestRun(C.Structure):
+    _fields_ = (
+        ("size", C.c_size_t), ("data_in", _P), ("data_out", _P), ("size_in", C.c_uint32), ("size_out", C.c_uint32),
+        ("ctx_in", _P), ("ctx_out", _P), ("ctx_size_in", C.c_uint32), ("ctx_size_out", C.c_uint32),
+        ("result", C.c_uint32), ("repeat", C.c_int), ("duration", C.c_uint32), ("flags", C.c_uint32),
+        ("cpu", C.c_uint32), ("batch", C.c_uint32),
+    )  # fmt: skip
+
+
+class _ProgramInfo(C.Structure):
+    """The first fields of struct bpf_prog_info, up to the ids of its maps."""
+
+    _fields_ = (
+        ("type", C.c_uint32), ("id", C.c_uint32), ("tag", C.c_uint8 * 8), ("jited_len", C.c_uint32),
+        ("xlated_len", C.c_uint32), ("jited", C.c_uint64), ("xlated", C.c_uint64), ("load_time", C.c_uint64),
+        ("uid", C.c_uint32), ("nr_map_ids", C.c_uint32), ("map_ids", C.c_uint64), ("name", C.c_char * 16),
+    )  # fmt: skip
+
+
+class _MapInfo(C.Structure):
+    _fields_ = (
+        ("type", C.c_uint32), ("id", C.c_uint32), ("key_size", C.c_uint32), ("value_size", C.c_uint32),
+        ("max_entries", C.c_uint32), ("flags", C.c_uint32), ("name", C.c_char * 16),
+    )  # fmt: skip
+
+
+@cache
+def _lib() -> Any:
+    try:
+        lib = C.CDLL("libbpf.so.1", use_errno=True)
+    except OSError:
+        raise Error(f"the fabric needs libbpf: apt-get install {' '.join(PACKAGES)}") from None
+    for name in (
+        "bpf_object__open_file", "bpf_object__find_program_by_name", "bpf_object__find_map_by_name",
+        "bpf_object__next_map",
+    ):  # fmt: skip
+        getattr(lib, name).restype = _P
+    lib.bpf_map__name.restype = C.c_char_p
+    return lib
+
+
+_log: list[str] = []
+
+
+def _message(level: int, form: bytes, arguments: int) -> int:
+    """Keeps what libbpf has to say, instead of printing it."""
+    if level == 0:
+        text = C.create_string_buffer(4096)
+        C.CDLL(None).vsnprintf(text, 4096, form, _P(arguments))
+        _log.append(text.value.decode(errors="replace").strip())
+    return 0
+
+
+_keep_message = C.CFUNCTYPE(C.c_int, C.c_int, C.c_char_p, _P)(_message)
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        code = C.get_errno() or -result
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def missing() -> str:
+    """Why the fabric cannot run here, or nothing."""
+    if platform.system() != "Linux" or os.geteuid() != 0:
+        return "the fabric needs root on Linux (network namespaces, XDP)"
+    if tuple(int(n) for n in re.findall(r"\d+", platform.release())[:2]) < (6, 9):
+        return f"the fabric needs Linux 6.9 or newer, this is {platform.release()}"
+    if not Path("/sys/kernel/btf/vmlinux").exists():
+        return "the fabric needs a kernel with BTF (/sys/kernel/btf/vmlinux)"
+    for tool in ("clang", "ip"):
+        if shutil.which(tool) is None:
+            return f"the fabric needs {tool}: apt-get install {' '.join(PACKAGES)}"
+    try:
+        _lib()
+    except Error as e:
+        return str(e)
+    return ""
+
+
+def build(source: str, *, words: int, defines: Iterable[str] = ()) -> Path:
+    """The object file of bpf/`source` for sets of `words` words: compiled once, kept by the hash of its text."""
+    text = "".join(p.read_text() for p in sorted(BPF_DIR.glob("*.[hc]"))) + " ".join(defines)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    target = _cache() / f"{source.removesuffix('.bpf.c')}-{words}-{digest}.o"
+    if target.exists():
+        return target
+    if shutil.which("clang") is None:
+        raise Error(f"the fabric needs clang: apt-get install {' '.join(PACKAGES)}")
+    machine = f"/usr/include/{platform.machine()}-linux-gnu"
+    with replacing(target) as temporary:
+        command = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Wno-unused-function", f"-I{machine}"]
+        command += [f"-DWORDS={words}", *(f"-D{d}" for d in defines), "-c", str(BPF_DIR / source), "-o", str(temporary)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            raise Error(f"{source}: {done.stderr.strip().splitlines()[0] if done.stderr else 'clang failed'}")
+    return target
+
+
+def build_tool(source: str) -> Path:
+    """A small native program of tools/, compiled once."""
+    path = BPF_DIR.parent / "tools" / source
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    target = _cache() / f"{path.stem}-{digest}"
+    if not target.exists():
+        with replacing(target) as temporary:
+            command = ["clang", "-O2", "-o", str(temporary), str(path)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            if done.returncode:
+                raise Error(f"{source}: {done.stderr.strip().splitlines()[0] if done.stderr else 'clang failed'}")
+        target.chmod(0o755)
+    return target
+
+
+def _cache() -> Path:
+    where = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dovetail" / "bpf"
+    where.mkdir(parents=True, exist_ok=True)
+    return where
+
+
+class Object:
+    """A loaded object file: its programs and maps by name. Closing it frees what nothing else holds."""
+
+    def __init__(
+        self, path: Path, *, sizes: dict[str, int] | None = None, shared: dict[str, int] | None = None
+    ) -> None:
+        """`sizes` of maps by name; maps in `shared` are those of another object, what it does not share is not made."""
+        lib = _lib()
+        lib.libbpf_set_print(_keep_message)
+        _log.clear()
+        self._maps: dict[str, int] = {}
+        self._object = lib.bpf_object__open_file(str(path).encode(), None)
+        if not self._object:
+            raise Error(f"{path.name}: cannot be opened by libbpf")
+        for name, size in (sizes or {}).items():
+            found = lib.bpf_object__find_map_by_name(_P(self._object), name.encode())
+            _checked(lib.bpf_map__set_max_entries(_P(found), size), name)
+        if shared is not None:
+            self._share(shared)
+        if lib.bpf_object__load(_P(self._object)) < 0:
+            why = next((m for m in _log if "processed" in m or "failed" in m), "no reason given")
+            self.close()
+            raise Error(f"{path.name}: the kernel refuses to load it: {why.splitlines()[-1]}")
+
+    def _share(self, shared: dict[str, int]) -> None:
+        lib = _lib()
+        here = lib.bpf_object__next_map(_P(self._object), None)
+        while here:
+            name = lib.bpf_map__name(_P(here)).decode()
+            if name in shared:
+                _checked(lib.bpf_map__reuse_fd(_P(here), shared[name]), name)
+            elif name in SHAREABLE:
+                _checked(lib.bpf_map__set_autocreate(_P(here), False), name)
+            here = lib.bpf_object__next_map(_P(self._object), _P(here))
+
+    def map(self, name: str) -> int:
+        if name not in self._maps:
+            found = _lib().bpf_object__find_map_by_name(_P(self._object), name.encode())
+            assert found, name
+            self._maps[name] = _lib().bpf_map__fd(_P(found))
+        return self._maps[name]
+
+    def program(self, name: str) -> int:
+        found = _lib().bpf_object__find_program_by_name(_P(self._object), name.encode())
+        assert found, name
+        return int(_lib().bpf_program__fd(_P(found)))
+
+    def close(self) -> None:
+        if self._object:
+            _lib().bpf_object__close(_P(self._object))
+            self._object = None
+
+
+def maps_of_program(ifindex: int) -> tuple[int, dict[str, int]]:
+    """Descriptors of the XDP program on a device of this namespace and of its maps, by name; the caller closes them."""
+    lib = _lib()
+    number = C.c_uint32()
+    _checked(lib.bpf_xdp_query_id(ifindex, 0, C.byref(number)), "query")
+    if not number.value:
+        raise OSError(errno.ENOENT, "no program on the device")
+    program = _checked(lib.bpf_prog_get_fd_by_id(number.value), "program")
+    ids = (C.c_uint32 * 64)()
+    info = _ProgramInfo(nr_map_ids=64, map_ids=C.addressof(ids))
+    size = C.c_uint32(C.sizeof(info))
+    _checked(lib.bpf_obj_get_info_by_fd(program, C.byref(info), C.byref(size)), "program info")
+    maps = {}
+    for i in range(info.nr_map_ids):
+        fd = _checked(lib.bpf_map_get_fd_by_id(ids[i]), "map")
+        described = _MapInfo()
+        size = C.c_uint32(C.sizeof(described))
+        _checked(lib.bpf_obj_get_info_by_fd(fd, C.byref(described), C.byref(size)), "map info")
+        maps[described.name.decode()] = fd
+    return program, maps
+
+
+def update(fd: int, key: bytes | int, value: bytes) -> None:
+    raw = struct.pack("<I", key) if isinstance(key, int) else key
+    _checked(_lib().bpf_map_update_elem(fd, raw, value, C.c_ulonglong(0)), "map update")
+
+
+def lookup(fd: int, key: bytes | int, size: int) -> bytes:
+    raw = struct.pack("<I", key) if isinstance(key, int) else key
+    value = C.create_string_buffer(size)
+    _checked(_lib().bpf_map_lookup_elem(fd, raw, value), "map lookup")
+    return value.raw
+
+
+def delete(fd: int, key: bytes) -> None:
+    _lib().bpf_map_delete_elem(fd, key)
+
+
+def keys(fd: int, size: int) -> list[bytes]:
+    found: list[bytes] = []
+    here: bytes | None = None
+    after = C.create_string_buffer(size)
+    while _lib().bpf_map_get_next_key(fd, here, after) == 0:
+        here = after.raw
+        found.append(here)
+    return found
+
+
+@cache
+def processors() -> int:
+    """Processors the kernel may ever have: per-processor maps have a value for each."""
+    return _lib().libbpf_num_possible_cpus()  # type: ignore[no-any-return]
+
+
+class Runner:
+    """The kernel's test runner for one program: give it a packet, see what comes out. Buffers are kept between runs."""
+
+    def __init__(self, program: int, *, room: int = 4096) -> None:
+        self._program = program
+        self._in, self._out = C.create_string_buffer(room), C.create_string_buffer(room)
+        self._context = C.create_string_buffer(24)
+        self._room = room
+
+    def __call__(
+        self, packet: bytes, *, ifindex: int | None = None, repeat: int = 1, flags: int = 0, batch: int = 0
+    ) -> tuple[int, bytes, int]:
+        """(verdict, packet afterwards, nanoseconds per run)."""
+        C.memmove(self._in, packet, len(packet))
+        run = _TestRun(size=C.sizeof(_TestRun), data_in=C.addressof(self._in), size_in=len(packet), repeat=repeat)
+        run.flags, run.batch = flags, batch
+        if not flags:
+            run.data_out, run.size_out = C.addressof(self._out), self._room
+        if ifindex is not None:
+            C.memmove(self._context, struct.pack("<6I", 0, len(packet), 0, ifindex, 0, 0), 24)
+            run.ctx_in, run.ctx_size_in = C.addressof(self._context), 24
+        _checked(_lib().bpf_prog_test_run_opts(self._program, C.byref(run)), "test run")
+        return run.result, self._out.raw[: run.size_out] if not flags else b"", run.duration
+
+
+def attach_xdp(ifindex: int, program: int) -> None:
+    """Puts a program on a device of this namespace; replaces an earlier one without a gap. −1 takes it off."""
+    _checked(_lib().bpf_xdp_attach(ifindex, program, _DRIVER_MODE, None), f"attach to device {ifindex}")

@@ -1,0 +1,281 @@
+"""Topology: switches, the links between them, and the hosts at their edge.
+
+A topology comes from a YAML file of our own, from a GML file of the Topology Zoo, or from a shape (`shapes.py`).
+Whatever its source it is checked before anything is built, and a mistake is one line that names the place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import networkx as nx  # type: ignore[import-untyped]
+import yaml  # type: ignore[import-untyped]
+
+from dovetail.core.errors import Error, InputError
+
+MAX_SWITCHES = 512
+MAX_LINKS = 1024
+"""The map of failed links travels in front of the packet, where XDP leaves 216 bytes."""
+MAX_HOSTS = 4096
+
+
+@dataclass(frozen=True)
+class Link:
+    """A cable between two switches, by index; `rate` in bytes per second, 0 for as fast as the machine goes."""
+
+    a: int
+    b: int
+    rate: float = 0.0
+
+    def other(self, end: int) -> int:
+        return self.b if end == self.a else self.a
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    switch: int
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Switches and links by index, names beside; a link's index is its bit in the packets' failure map."""
+
+    name: str
+    switches: tuple[str, ...]
+    links: tuple[Link, ...]
+    hosts: tuple[Host, ...]
+    mtu: int = 1500
+    source: str = field(default="<made>", compare=False)
+
+    @cached_property
+    def graph(self) -> nx.Graph:
+        g = nx.Graph()
+        g.add_nodes_from(range(len(self.switches)))
+        g.add_edges_from((link.a, link.b, {"index": i}) for i, link in enumerate(self.links))
+        return g
+
+    @cached_property
+    def link_index(self) -> dict[frozenset[int], int]:
+        return {frozenset((link.a, link.b)): i for i, link in enumerate(self.links)}
+
+    @cached_property
+    def switch_index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.switches)}
+
+    @cached_property
+    def host_index(self) -> dict[str, int]:
+        return {host.name: i for i, host in enumerate(self.hosts)}
+
+    def surviving(self, failed: set[int] | frozenset[int]) -> nx.Graph:
+        """The graph without the links in `failed` (indices)."""
+        g = self.graph.copy()
+        g.remove_edges_from((self.links[i].a, self.links[i].b) for i in failed)
+        return g
+
+    def link_name(self, index: int) -> str:
+        link = self.links[index]
+        return f"{self.switches[link.a]}-{self.switches[link.b]}"
+
+    def find_link(self, text: str) -> int:
+        """The link called "A-B"; switch names may themselves hold hyphens, so every split is tried."""
+        for at in (m.start() for m in re.finditer("-", text)):
+            ends = self.switch_index.get(text[:at]), self.switch_index.get(text[at + 1 :])
+            if None not in ends and ends[0] != ends[1]:
+                found = self.link_index.get(frozenset(e for e in ends if e is not None))
+                if found is not None:
+                    return found
+                raise Error(f"{self.name}: no link between {text[:at]} and {text[at + 1 :]}")
+        raise Error(f"{self.name}: expected a link as SWITCH-SWITCH, got {text!r}")
+
+    def find_host(self, text: str) -> int:
+        if text not in self.host_index:
+            known = ", ".join(list(self.host_index)[:6])
+            raise Error(f"{self.name}: no host {text!r} (there are {known}{', …' if len(self.hosts) > 6 else ''})")
+        return self.host_index[text]
+
+    def check(self) -> Topology:
+        """Raises one line for what would make the fabric wrong; returns itself."""
+
+        def bad(place: str, expected: str) -> InputError:
+            return InputError(self.source, place, expected)
+
+        if not self.switches:
+            raise bad("switches", "expected at least one")
+        if len(self.switches) > MAX_SWITCHES:
+            raise bad("switches", f"expected at most {MAX_SWITCHES}, got {len(self.switches)}")
+        if len(self.links) > MAX_LINKS:
+            raise bad("links", f"expected at most {MAX_LINKS}, got {len(self.links)}")
+        if not 1280 <= self.mtu <= 9000:
+            raise bad("mtu", f"expected 1280 to 9000 bytes, got {self.mtu}")
+        for what, names in (("switches", self.switches), ("hosts", [h.name for h in self.hosts])):
+            if twice := _first_duplicate(names):
+                raise bad(what, f"{twice} is there twice")
+        if both := set(self.switches) & {h.name for h in self.hosts}:
+            raise bad("hosts", f"{min(both)} is also the name of a switch")
+        seen: set[frozenset[int]] = set()
+        for i, link in enumerate(self.links):
+            if link.a == link.b:
+                raise bad(f"links[{i}]", f"{self.switches[link.a]} is linked to itself")
+            if frozenset((link.a, link.b)) in seen:
+                raise bad(f"links[{i}]", f"duplicate link {self.link_name(i)}")
+            seen.add(frozenset((link.a, link.b)))
+        if len(self.hosts) > MAX_HOSTS:
+            raise bad("hosts", f"expected at most {MAX_HOSTS}, got {len(self.hosts)}")
+        if self.hosts:
+            home = nx.node_connected_component(self.graph, self.hosts[0].switch)
+            for host in self.hosts:
+                if host.switch not in home:
+                    raise bad("hosts", f"{host.name} is disconnected: no links lead from it to {self.hosts[0].name}")
+        return self
+
+
+def match(names: list[str] | tuple[str, ...], patterns: list[str], *, file: str, place: str) -> list[int]:
+    """Indices of the names that any of the patterns ("h*", "core1") matches; each pattern must match something."""
+    found: set[int] = set()
+    for pattern in patterns:
+        hits = {i for i, name in enumerate(names) if fnmatchcase(name, pattern)}
+        if not hits:
+            raise InputError(file, place, f"{pattern!r} matches nothing; expected one of {', '.join(names[:6])}, …")
+        found |= hits
+    return sorted(found)
+
+
+def load(path: str | Path) -> Topology:
+    """A topology from a .yaml/.yml or .gml file, checked."""
+    if Path(path).suffix == ".gml":
+        return load_gml(path)
+    return from_document(read_yaml(path), path)
+
+
+def from_document(document: dict[str, Any], path: str | Path) -> Topology:
+    """The topology part of a YAML document: a `shape` with its numbers, a `gml` file, or switches and links."""
+    from . import shapes
+
+    name = str(document.get("name", Path(path).stem))
+    mtu = _number(document.get("mtu", 1500), path, "mtu")
+    if "shape" in document:
+        return shapes.build(document["shape"], name=name, mtu=int(mtu), source=str(path))
+    if "gml" in document:
+        made = load_gml(Path(path).parent / str(document["gml"]), hosts=document.get("hosts", "every switch"))
+        return Topology(name, made.switches, made.links, made.hosts, int(mtu), str(path)).check()
+    switches = _list(document.get("switches"), path, "switches")
+    names = tuple(str(s) for s in switches)
+    index = {s: i for i, s in enumerate(names)}
+
+    def switch(value: Any, place: str) -> int:
+        if str(value) not in index:
+            raise InputError(path, place, f"unknown switch {str(value)!r}")
+        return index[str(value)]
+
+    links = []
+    for i, item in enumerate(_list(document.get("links"), path, "links")):
+        place = f"links[{i}]"
+        ends, rate = (item.get("ends"), item.get("rate", 0)) if isinstance(item, dict) else (item, 0)
+        if not isinstance(ends, list) or len(ends) != 2:
+            raise InputError(path, place, f"expected two ends as [A, B], got {ends!r}")
+        links.append(Link(switch(ends[0], place), switch(ends[1], place), parse_rate(rate, path, f"{place}.rate")))
+    table = document.get("hosts") or {}
+    if not isinstance(table, dict):
+        raise InputError(path, "hosts", "expected host: switch, one per line")
+    hosts = []
+    for host, where in table.items():
+        at, rate = (where.get("switch"), where.get("rate", 0)) if isinstance(where, dict) else (where, 0)
+        hosts.append(Host(str(host), switch(at, f"hosts.{host}"), parse_rate(rate, path, f"hosts.{host}.rate")))
+    return Topology(name, names, tuple(links), tuple(hosts), int(mtu), str(path)).check()
+
+
+def load_gml(path: str | Path, *, hosts: Any = "every switch") -> Topology:
+    """A Topology Zoo file; parallel links count once, a host hangs on every switch (or on the listed ones)."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(path, "", f"cannot be read: {e}") from None
+    try:
+        # Several files hold parallel links without saying that they are multigraphs.
+        whole = (
+            text
+            if re.search(r"^\s*multigraph\s", text, re.M)
+            else text.replace("graph [", "graph [\n  multigraph 1", 1)
+        )
+        graph = nx.parse_gml(whole, label="id")
+    except (nx.NetworkXError, ValueError, TypeError, AttributeError) as e:
+        raise InputError(path, "", f"expected a graph in GML: {str(e).splitlines()[0]}") from None
+    nodes = sorted(graph.nodes)
+    labels = [re.sub(r"\s+", "_", str(graph.nodes[n].get("label", n))) for n in nodes]
+    names = tuple(label if labels.count(label) == 1 else f"{label}_{n}" for label, n in zip(labels, nodes, strict=True))
+    index = {n: i for i, n in enumerate(nodes)}
+    ends = sorted({tuple(sorted((index[a], index[b]))) for a, b in nx.Graph(graph).edges if a != b})
+    links = tuple(Link(a, b) for a, b in ends)
+    home = max(nx.connected_components(nx.Graph([(k.a, k.b) for k in links])), key=len) if links else {0}
+    chosen = [i for i in range(len(names)) if i in home]
+    if hosts != "every switch":
+        chosen = match(names, [str(h) for h in _list(hosts, path, "hosts")], file=str(path), place="hosts")
+    return Topology(Path(path).stem, names, links, tuple(Host(f"h{i}", i) for i in chosen), source=str(path)).check()
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML without silent duplicates: a host named twice would otherwise quietly move."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(k, deep=True) for k, _ in node.value]
+        if twice := _first_duplicate([str(k) for k in keys]):
+            raise yaml.MarkedYAMLError(problem=f"{twice} is there twice", problem_mark=node.start_mark)
+        made: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return made
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    try:
+        document = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(path, "", f"cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    except yaml.MarkedYAMLError as e:
+        line = f"line {e.problem_mark.line + 1}" if e.problem_mark else ""
+        raise InputError(path, line, f"expected valid YAML: {e.problem}") from None
+    except yaml.YAMLError as e:
+        raise InputError(path, "", f"expected valid YAML: {str(e).splitlines()[0]}") from None
+    if not isinstance(document, dict):
+        raise InputError(path, "", f"expected a YAML mapping, got {type(document).__name__}")
+    return document
+
+
+_UNITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+
+
+def parse_rate(value: Any, path: str | Path, place: str) -> float:
+    """ "10gbit" as bytes per second; 0 means unlimited."""
+    if value in (0, None):
+        return 0.0
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s)?\s*", str(value), re.I)
+    if not found or float(found[1]) <= 0:
+        raise InputError(path, place, f"expected a rate such as 10gbit or 500mbit, got {value!r}")
+    return float(found[1]) * _UNITS[found[2].lower()]
+
+
+def _list(value: Any, path: str | Path, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InputError(path, place, f"expected a list, got {'nothing' if value is None else repr(value)}")
+    return value
+
+
+def _number(value: Any, path: str | Path, place: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(path, place, f"expected a number, got {value!r}")
+    return value
+
+
+def _first_duplicate(names: Any) -> str:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return str(name)
+        seen.add(name)
+    return ""

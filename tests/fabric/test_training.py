@@ -1,0 +1,43 @@
+"""Training over the fabric goes on while links break: no step is lost and the losses are the undisturbed ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail.core.errors import Error
+from dovetail.fabric import emulate, shapes, training
+
+pytestmark = pytest.mark.root
+HOSTS = [0, 3]
+
+
+def test_the_loss_curve_is_the_undisturbed_one() -> None:
+    tree = shapes.fat_tree(4)
+    events = training.disturbances(tree, steps=24, failures=4, hold=3)
+    assert len(events) == 8
+    with emulate.temporary(tree) as fabric:
+        calm = training.run(fabric, HOSTS, steps=24, width=128)
+        rough = training.run(fabric, HOSTS, steps=24, width=128, events=events)
+        assert fabric.failed() == frozenset()
+    assert rough.events == events
+    assert len(rough.losses) == 24 and rough.losses == calm.losses
+    assert len(set(calm.losses)) == 24  # it did compute
+
+
+def test_a_rank_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        emulate.temporary(shapes.ring(3)) as fabric,
+        pytest.raises(Error, match=r"^rank \d on the fabric failed: ") as e,
+    ):
+        training.run(fabric, HOSTS[:1], steps=1, mode="no such mode")
+    assert "\n" not in str(e.value)
+
+
+def test_disturbances_always_heal_what_they_break() -> None:
+    for steps in (10, 30, 100):
+        down: set[int] = set()
+        for event in training.disturbances(shapes.fat_tree(4), steps=steps, failures=8):
+            assert 0 < event.step < steps
+            (down.add if event.action == "fail" else down.discard)(event.link)
+            assert len(down) <= 1
+        assert not down
