@@ -12,9 +12,14 @@ env: system $(STAMP)
 # System packages only where this is root on a Debian system and something is missing; elsewhere the part that
 # needs a package says so itself.
 system:
-	@missing=""; \
+	@missing=""; PATH="$$PATH:/usr/sbin:/sbin"; \
 	command -v ip >/dev/null && command -v tc >/dev/null || missing="$$missing iproute2"; \
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3-venv"; \
+	command -v clang >/dev/null || missing="$$missing clang llvm"; \
+	test -e /usr/include/bpf/bpf_helpers.h || missing="$$missing libbpf-dev libbpf1"; \
+	command -v ethtool >/dev/null || missing="$$missing ethtool"; \
+	command -v ping >/dev/null || missing="$$missing iputils-ping"; \
+	test -e /usr/lib/frr/zebra || missing="$$missing frr"; \
 	if [ -n "$$missing" ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo "installing$$missing"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; \
@@ -41,7 +46,7 @@ lint: env
 
 bench: env
 	@mkdir -p out
-	@$(BIN)/python benchmarks/merge.py --json out/merge.json
+	@for name in merge schedule fabric; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
