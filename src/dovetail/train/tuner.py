@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -96,20 +97,28 @@ class Tuner:
         return self.report.state in ("measuring", "trying") or self._next is not None
 
     def before_forward(self) -> None:
-        if self._next is not None and self._ddp.require_backward_grad_sync:
+        if self._next is not None and self._ddp.require_backward_grad_sync and torch.is_grad_enabled():
             # Here and not at the end of backward: the autograd engine still holds the old reducer's callbacks there.
-            reducer.exchange(self._ddp, self._next)
-            self._next = None
+            self._ddp._check_reducer_finalized()  # an unfinished backward is torch's to complain of, not ours to forget
+            self._exchange()
         self._observer.before_forward()
 
     def after_forward(self) -> None:
         self._observer.after_forward()
 
     def stop(self, reason: str) -> None:
-        """Ends planning; the module goes on with torch's own buckets."""
+        """Ends planning; the module goes on with torch's own buckets, at once. Not from inside backward."""
+        self._stop(reason)
+        if self._next is not None:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        reducer.exchange(self._ddp, self._next)
+        self._next = None
+
+    def _stop(self, reason: str) -> None:
         self._observer.close()
-        if self._ddp._bucket_config is not self._baseline:
-            self._next = self._baseline
+        self._next = self._baseline if self._ddp._bucket_config is not self._baseline else None
         self.report = replace(self.report, state="off", reason=reason, plan=None)
         if dist.get_rank(self._group) == 0:
             log.warning("dovetail: planning is off: %s", reason)
@@ -121,7 +130,7 @@ class Tuner:
         except StopIteration:
             self._observer.close()
         except Error as e:
-            self.stop(str(e))
+            self._stop(str(e))
 
     def _tell(self) -> Story:
         tuning = self._tuning
