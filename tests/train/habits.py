@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
 from dovetail import Tuning
+from dovetail.train import agree
 from dovetail.train.ddp import DistributedDataParallel
 
 from .scenarios import QUICK, STEPS, batch, net, preferring
@@ -75,7 +76,7 @@ def _takes_turns(model: TorchDDP, number: int) -> None:
 
 def _thaws(model: TorchDDP, number: int) -> None:
     """A layer frozen when the model was wrapped is none of the reducer's business later on."""
-    model.module[0].weight.requires_grad_(number >= 9)  # type: ignore[index, operator, union-attr]
+    model.module[0].weight.requires_grad_(number >= 9)
     step(model, number)
 
 
@@ -111,7 +112,7 @@ def keeps(habit: str) -> dict[str, Any]:
     def build() -> nn.Module:
         model = net()
         if habit == "thaws":
-            model[0].weight.requires_grad_(False)  # type: ignore[index, operator, union-attr]
+            model[0].weight.requires_grad_(False)
         return model
 
     theirs, ours = TorchDDP(build()), DistributedDataParallel(build(), tuning=QUICK)
@@ -151,6 +152,27 @@ def nothing_to_join() -> dict[str, Any]:
         for number in range(STEPS):
             step(model, number)
     return {"same": _same(ours, theirs), "reason": ours.report.reason}
+
+
+def interrupted() -> dict[str, Any]:
+    """Ctrl-C in the middle of an agreement, and the user trains on."""
+    theirs, ours = TorchDDP(net()), DistributedDataParallel(net(), tuning=QUICK)
+    real, caught = agree.smallest, 0
+
+    def interrupt(*_: Any) -> list[float]:
+        raise KeyboardInterrupt
+
+    agree.smallest = interrupt
+    try:
+        for number in range(STEPS):
+            step(theirs, number)
+            try:
+                step(ours, number)
+            except KeyboardInterrupt:
+                caught += 1
+    finally:
+        agree.smallest = real
+    return {"caught": caught, "same": _same(ours, theirs), "state": ours.report.state, "reason": ours.report.reason}
 
 
 class Idle(nn.Module):

@@ -21,6 +21,7 @@ def runs() -> Runs:
         **{name: (habits.keeps, {"habit": name}) for name in habits.HABITS},
         "hook": (habits.hook_while_trying, {}),
         "join": (habits.nothing_to_join, {}),
+        "interrupted": (habits.interrupted, {}),
         "idle": (habits.idle_in_a_static_graph, {}),
         "different": (habits.told_different_things, {}),
         "dropped": (habits.dropped_while_planning, {}),
@@ -44,6 +45,12 @@ def test_a_hook_registered_during_a_trial_is_used_with_torchs_own_buckets(runs: 
 def test_a_rank_without_inputs_stops_planning_with_the_others(runs: Runs) -> None:
     for result in runs("join"):
         assert result["same"] and "uneven" in result["reason"]
+
+
+def test_an_interrupt_ends_planning_and_training_can_go_on(runs: Runs) -> None:
+    for result in runs("interrupted"):
+        assert result["caught"] == 1 and result["same"]
+        assert result["state"] == "off" and "KeyboardInterrupt" in result["reason"]
 
 
 def test_a_parameter_that_is_never_used_ends_planning_with_a_reason(runs: Runs) -> None:

@@ -23,6 +23,7 @@ def unsupported() -> str | None:
     """Why this torch's reducer cannot be exchanged, or None."""
     try:
         from torch.nn.parallel.distributed import _BucketCapacityConfig  # noqa: F401
+
         check_environment()
     except ImportError:
         return f"torch {torch.__version__} builds its reducer in a way this dovetail does not know"

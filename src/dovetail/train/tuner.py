@@ -131,6 +131,9 @@ class Tuner:
             self._observer.close()
         except Error as e:
             self._stop(str(e))
+        except BaseException as e:  # Ctrl-C, a lost rank: it goes on to the user, who may go on without a plan
+            self._stop(f"it was interrupted by {type(e).__name__}")
+            raise
 
     def _tell(self) -> Story:
         tuning = self._tuning
