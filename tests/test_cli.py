@@ -11,34 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from dovetail.cli.app import app
 from dovetail.cli.inputs import counts
 from dovetail.core import store
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Profile
 from dovetail.core.timeline import Timeline
 from dovetail.planning import plan
 from dovetail.view import example
 
-COMMAND = [sys.executable, "-m", "dovetail"]
-
-
-def run(*arguments: str | Path) -> Result:
-    """In this process: fast."""
-    return CliRunner().invoke(app, [str(a) for a in arguments], prog_name="dovetail")
-
-
-def shell(*arguments: str | Path, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As a user runs it."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "COLUMNS")}
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, **options)
+from .command import COMMAND, run, shell
 
 
 @pytest.fixture
@@ -367,55 +351,3 @@ def test_a_reader_that_has_seen_enough_is_no_error(extra: list[str], folder: Pat
     os.close(reader)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0 and said == ""
-
-
-# Real measurements, small.
-
-
-def test_profile_measures_a_users_file(tmp_path: Path) -> None:
-    script = tmp_path / "tiny.py"
-    script.write_text(
-        "import torch\n"
-        "print('words of the script')\n"
-        "def model():\n    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))\n"
-        "def batch(size):\n    return torch.randn(size, 8)\n"
-    )
-    out = tmp_path / "job.json"
-    done = shell("profile", script, "-o", out, "--batch", "4", "--batches", "2", "--steps", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    profile = store.read(out, Profile)
-    assert store.decode(done.stdout, Profile) == profile
-    assert profile.name == "tiny" and profile.batch == 4 and len(profile.tensors) == 4
-    assert [t.batch for t in profile.layers[0].times] == [2, 4]
-
-
-def test_network_starts_ranks_and_measures_them(tmp_path: Path) -> None:
-    out = tmp_path / "net.json"
-    options = ("--workers", "2", "--seconds", "1", "--max-mib", "0.05", "--collectives", "all_reduce")
-    done = shell("network", *options, "-o", out, "--json", timeout=200)
-    assert done.returncode == 0, done.stderr
-    network = store.read(out, Network)
-    assert store.decode(done.stdout, Network) == network
-    assert (network.ranks, network.measured, network.emulated) == (2, True, False)
-    assert list(network.collectives) == ["all_reduce"] and len(network.collectives["all_reduce"].samples) > 2
-
-
-def test_train_runs_a_script_and_keeps_its_words_out_of_json(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys\nprint('words of the script', sys.argv[1:])\n")
-    done = shell("train", script, "--workers", "1", "--json", "--", "--epochs", "3", timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["workers"] == 1
-    assert "words of the script ['--epochs', '3']" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("ended", "code", "words"),
-    [(3, 1, "dovetail: script.py: training failed with exit code 3"), (130, 130, "interrupted"), (143, 143, "")],
-)
-def test_how_training_ended_becomes_the_exit_code(
-    ended: int, code: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dovetail.train.run.train", lambda *_, **__: ended)
-    result = run("train", "script.py")
-    assert result.exit_code == code and result.stderr.startswith(words)
