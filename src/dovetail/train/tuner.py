@@ -8,6 +8,7 @@ same gradients as any other. Whatever must be the same on all ranks is agreed at
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, replace
@@ -182,7 +183,8 @@ class Tuner:
     def _keep(self, plans: list[Plan]) -> None:
         trials = self.report.trials
         fastest = min(range(len(trials)), key=lambda i: (trials[i].dropped, trials[i].median))
-        if trials[fastest].median > trials[0].median * (1 - self._tuning.margin):
+        gain = trials[0].median - trials[fastest].median
+        if gain < trials[0].median * self._tuning.margin or gain < _noise(trials[0], trials[fastest]):
             fastest = 0
         fastest = agree.from_first(fastest, self._group, self._device)
         self._use(plans, fastest)
@@ -280,6 +282,14 @@ def _trials(plans: list[Plan], times: list[list[float]], dropped: set[int]) -> t
             )
         )
     return tuple(trials)
+
+
+def _noise(one: Trial, other: Trial) -> float:
+    """The standard error of the difference of two medians, in seconds.
+
+    For normal noise a tenth and a ninetieth percentile are 2.56 σ apart, and a median varies by 1.25 σ/√n.
+    """
+    return math.hypot(*(1.25 * (t.high - t.low) / 2.56 / math.sqrt(t.steps) for t in (one, other)))
 
 
 def _exactly(seconds: float) -> Quantiles:
