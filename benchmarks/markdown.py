@@ -28,8 +28,8 @@ def contests(result: dict[str, Any]) -> list[str]:
         fit = first["all_reduce"]
         lines += [
             "",
-            f"**{model}, {regime}**: forward {first['forward']:g} s, backward {first['backward']:g} s{latency}; measured "
-            f"all-reduce {fit['latency'] * 1e3:.1f} ms + {fit['seconds_per_byte'] * 1e9:.2f} ns/B; "
+            f"**{model}, {regime}**: forward {first['forward']:g} s, backward {first['backward']:g} s{latency}; "
+            f"measured all-reduce {fit['latency'] * 1e3:.1f} ms + {fit['seconds_per_byte'] * 1e9:.2f} ns/B; "
             f"lower bound {first['lower_bound']:.3f} s",
             "",
             "| policy | buckets | iteration, s (10–90 %) | of DDP | predicted, s |",

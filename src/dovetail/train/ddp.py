@@ -196,7 +196,7 @@ def _keywords(plan: Plan, module: nn.Module, given: dict[str, Any]) -> dict[str,
 
 
 def _agreed_reason(ddp: TorchDDP, plan: Plan | str | None, tuning: Tuning) -> str | None:
-    """Why no rank plans, or None if all do. Ranks that were told different things would wait for each other for ever."""
+    """Why no rank plans, or None if all do: ranks that were told different things would wait for each other."""
     caps = tuple(plan.caps_mib()) if isinstance(plan, Plan) else None
     reason = _why_not(ddp)
     if plan != "auto":
