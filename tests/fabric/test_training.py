@@ -13,7 +13,7 @@ HOSTS = [0, 3]
 
 def test_the_loss_curve_is_the_undisturbed_one() -> None:
     tree = shapes.fat_tree(4)
-    events = training.disturbances(tree, steps=24, failures=4, hold=3)
+    events = training.disturbances(tree, steps=24, failures=4, hosts=HOSTS, hold=3)
     assert len(events) == 8
     with emulate.temporary(tree) as fabric:
         calm = training.run(fabric, HOSTS, steps=24, width=128)
@@ -36,7 +36,7 @@ def test_a_rank_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_disturbances_always_heal_what_they_break() -> None:
     for steps in (10, 30, 100):
         down: set[int] = set()
-        for event in training.disturbances(shapes.fat_tree(4), steps=steps, failures=8):
+        for event in training.disturbances(shapes.fat_tree(4), steps=steps, failures=8, hosts=[0] * (steps % 4)):
             assert 0 < event.step < steps
             (down.add if event.action == "fail" else down.discard)(event.link)
             assert len(down) <= 1

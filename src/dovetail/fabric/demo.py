@@ -25,7 +25,7 @@ def run(
     """
     plan = shapes.fat_tree(4)
     hosts = [0, 7, 3, 5][: max(2, min(4, ranks))]
-    events = training.disturbances(plan, steps=steps, failures=failures)
+    events = training.disturbances(plan, steps=steps, failures=failures, hosts=hosts)
     cuts = [plan.link_name(e.link) for e in events if e.action == "fail"]
     facts: dict[str, Any] = {"emulated": True, "steps": steps, "failures": len(cuts), "links": cuts, "systems": {}}
     tell(f"fat-tree of {len(plan.switches)} switches (emulated), {len(hosts)} ranks on hosts of different pods")
@@ -38,7 +38,7 @@ def run(
     facts["rerouted"] = counters["rerouted"]
     _tell_system("dovetail", calm, rough, tell)
     tell(
-        f"switches rerouted {counters['rerouted']:,} packets and dropped {counters['drop no path']:,} for want of a path; "
+        f"switches rerouted {counters['rerouted']:,} packets, dropped {counters['drop no path']:,} for want of a path; "
         f"{report.probes} probes afterwards: policy {'holds' if report.holds else 'BROKEN'}"
     )
     if compare and not frr.missing():

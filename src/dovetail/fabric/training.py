@@ -60,16 +60,20 @@ class Result:
         return sum(s > self.median + 0.2 for s in self.seconds[2:])
 
 
-def disturbances(topology: Topology, *, steps: int, failures: int, hold: int = 4) -> list[Event]:
-    """Failures spread over a run, each healed `hold` steps later, on links of every tier in turn."""
-    links = list(range(len(topology.links)))
+def disturbances(
+    topology: Topology, *, steps: int, failures: int, hosts: Sequence[int] = (), hold: int = 4
+) -> list[Event]:
+    """Failures spread over a run, each healed `hold` steps later: the links at the switches of `hosts` in turn, where
+    all traffic passes; without hosts, links of every tier."""
+    near = {topology.hosts[h].switch for h in hosts}
+    links = [i for i, k in enumerate(topology.links) if not near or near & {k.a, k.b}]
     every = max(hold + 1, (steps - 6) // max(1, failures))
     events = []
     for i in range(failures):
         at = 4 + i * every
         if at + hold >= steps:
             break
-        link = links[(i * (len(links) // 2 + 3)) % len(links)]
+        link = links[i % len(links)] if near else links[(i * (len(links) // 2 + 3)) % len(links)]
         events += [Event(at, "fail", link), Event(at + hold, "heal", link)]
     return events
 
