@@ -104,8 +104,10 @@ def full_scale(quick: bool, checks: list[Check]) -> Cells:
             )
             continue
         cells.append(studies.full_scale(trace, devices, "jigsaw:ladder"))
-        seconds, peak = cells[-1]["seconds"], cells[-1]["peak_bytes"] / 1e9
-        checks.append(Check(f"{what}: seconds on one core", f"{seconds:.1f}", f"< {limit:g}", seconds < limit))
+        cpu, clock, peak = cells[-1]["cpu"], cells[-1]["seconds"], cells[-1]["peak_bytes"] / 1e9
+        # The process is pinned to one core; what others take of that core is not the simulator's.
+        text = f"{cpu:.1f} of the core's time, {clock:.1f} by the clock"
+        checks.append(Check(f"{what}: seconds on one core", text, f"< {limit:g}", cpu < limit))
         if limit == 60.0:
             checks.append(Check(f"{what}: peak memory", f"{peak:.2f} GB", "< 2 GB", peak < 2))
     if not quick and cells:
@@ -124,7 +126,7 @@ def full_scale(quick: bool, checks: list[Check]) -> Cells:
         "devices": lambda c: str(c["devices"]),
         "load": lambda c: f"{c['report']['load']:.2f}",
         "policy": lambda c: c["policy"],
-        "took s": lambda c: f"{c['seconds']:.0f}",
+        "core s": lambda c: f"{c['cpu']:.1f}",
         "makespan": lambda c: f"{c['report']['makespan'] / 3600:,.0f}",
         "mean completion": lambda c: f"{c['report']['groups'][0]['mean'] / 3600:.2f}",
         "by workers": lambda c: ", ".join(f"{g['name']}: {g['mean'] / 3600:.2f}" for g in c["report"]["groups"][1:]),

@@ -149,7 +149,12 @@ def curves_png(cells: Sequence[Cell], path: str | Path, *, title: str = "") -> N
         bars = [[s.mean - s.low for s in slow], [s.high - s.mean for s in slow]]
         left.errorbar(loads, [s.mean for s in slow], yerr=bars, label=name, capsize=2, **look)
         right.plot(loads, [c.figure(lambda r: r.window_busy).mean * 100 for c in mine], **look)
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     left.set_yscale("log")
+    left.yaxis.set_major_locator(FixedLocator([1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000]))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    left.yaxis.set_minor_locator(NullLocator())
     left.set_ylabel("completion / time alone, mean over jobs")
     right.set_ylabel("device time in tasks (%)")
     for axis in (left, right):

@@ -34,9 +34,9 @@ def capacity(
     depths: Literal["full", "ladder", "late"] = "full",
     count: int = 600,
     seed: int = 0,
-    low: float = 0.3,
-    high: float = 2.4,
-    steps: int = 5,
+    low: float = 0.4,
+    high: float = 2.2,
+    steps: int = 7,
     costs: Costs = Costs(),
 ) -> Capacity:
     """Bisects between a load that is surely carried and one that surely is not, on samples of the jobs."""
