@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.cli.scheduling import SHIPPED
 from dovetail.core.errors import Error, InputError
-from dovetail.simulate.schedule_cli import SHIPPED
 from dovetail.simulate.traces import Assumed, TraceError, read_trace
 
 PHILLY = "timestamp,duration,num_gpus,gpu_time,cluster\n"

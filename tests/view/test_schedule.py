@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dovetail.cli.scheduling import ScheduleCommand, numbers, schedule
 from dovetail.core.errors import Error
-from dovetail.simulate.schedule_cli import ScheduleCommand, numbers, schedule
 from dovetail.view.schedule import span
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)

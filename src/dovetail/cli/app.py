@@ -17,9 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from dovetail.core.errors import Error
 from dovetail.fabric.cli import app as fabric
-from dovetail.simulate import schedule_cli
 
-from . import measuring, planning, running, viewing
+from . import measuring, planning, running, scheduling, viewing
 
 
 class Commands(TyperGroup):
@@ -82,7 +81,7 @@ for name, command, short, kind in (
     ("simulate", planning.simulate, "predict one iteration of a plan", TyperCommand),
     ("scale", planning.scale, "predict the speed-up on many workers", TyperCommand),
     ("train", running.train, "run a DDP script with planned buckets", TyperCommand),
-    ("schedule", schedule_cli.schedule, "simulate a cluster under a trace of jobs", schedule_cli.ScheduleCommand),
+    ("schedule", scheduling.schedule, "simulate a cluster under a trace of jobs", scheduling.ScheduleCommand),
     ("view", viewing.view, "look at files; pictures and Perfetto traces", TyperCommand),
 ):
     app.command(name, short_help=short, cls=kind)(command)

@@ -47,11 +47,22 @@ def train(
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: a first look, noisier figures.")] = False,
     rate: Annotated[str, typer.Option(help="Speed of the shaped network's links.")] = "2gbit",
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the report as JSON.")] = None,
+    fabric: Annotated[
+        bool, typer.Option("--fabric", help="Instead: train over an emulated fabric while its links fail and heal.")
+    ] = False,
+    json: shell.Json = False,
 ) -> None:
     """The main job, start to end: profile, plan, and train a real model against DDP on a shaped network."""
-    from dovetail import demo as main
+    console = shell.console(stderr=json)
+    if fabric:
+        from dovetail.fabric import demo as over_fabric
 
+        result = over_fabric.run(
+            steps=30 if quick else 60, failures=3 if quick else 6, tell=lambda line: console.print(line, soft_wrap=True)
+        )
+    else:
+        from dovetail import demo as main
+
+        result = main.main(quick=quick, rate=rate, console=console)
     if json:
-        shell.writable(json)
-    main.main(quick=quick, json=json, rate=rate)
+        shell.emit(result)

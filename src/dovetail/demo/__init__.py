@@ -7,10 +7,8 @@ real gradients and no emulation, once with each, and compares the losses.
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +18,6 @@ from rich.table import Table
 
 from dovetail import planning
 from dovetail.core.profile import Profile
-from dovetail.core.store import write_text
 from dovetail.simulate.contest import DOVETAIL, Outcome, Setting, run
 from dovetail.simulate.iteration import simulate
 from dovetail.simulate.shaped import available, bits_per_second
@@ -39,9 +36,9 @@ class Lesson:
     explained: str
 
 
-def main(*, quick: bool = False, json: Path | None = None, rate: str = "2gbit") -> None:
-    """Runs the demonstration and prints it as it goes."""
-    say = Console(highlight=False).print
+def main(*, quick: bool = False, rate: str = "2gbit", console: Console | None = None) -> dict[str, Any]:
+    """Runs the demonstration, tells it as it goes, and returns it as plain data."""
+    say = _teller(console or Console())
     bits_per_second(rate)
     reason = available()
     setting = Setting(ranks=RANKS, rate=None if reason else rate)
@@ -71,9 +68,7 @@ def main(*, quick: bool = False, json: Path | None = None, rate: str = "2gbit") 
     lesson = _lesson(steps=50 if quick else 120)
     _show_lesson(say, lesson)
     _summary(say, outcome, lesson, where)
-    if json is not None:
-        write_text(json, json_format.dumps(_as_json(outcome, lesson, setting), indent=1) + "\n")
-        say(f"written to {json}")
+    return _as_json(outcome, lesson, setting)
 
 
 def _profile(rate: str) -> Profile:
@@ -141,6 +136,12 @@ def _as_json(outcome: Outcome, lesson: Lesson, setting: Setting) -> dict[str, An
         "contest": msgspec.to_builtins(outcome),
         "lesson": {"losses": lesson.losses, "identical": lesson.identical},
     }
+
+
+def _teller(console: Console) -> Callable[..., None]:
+    return lambda thing, markup=True, soft_wrap=False: console.print(
+        thing, markup=markup, highlight=False, soft_wrap=soft_wrap
+    )
 
 
 def _indented(say: Callable[..., None]) -> Callable[[str], None]:

@@ -57,7 +57,7 @@ def train(arguments: argparse.Namespace) -> None:
         x = torch.randn(16, 64, generator=data)
         loss = torch.nn.functional.cross_entropy(parallel(x), (x @ rule).argmax(1))
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         _say(step=step, loss=loss.item(), seconds=time.perf_counter() - begin)
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from dovetail.cli import shell
 from dovetail.core.errors import Error
 
+from . import shell
+
 if TYPE_CHECKING:
-    from .cluster.study import Cell
-    from .traces import Trace
+    from dovetail.simulate.cluster.study import Cell
+    from dovetail.simulate.traces import Trace
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "small-cluster.csv"
 BASELINE = "gang-fifo-backfill"
@@ -80,11 +81,10 @@ def schedule(
     Pollux and Gavel. Everything printed is predicted: nothing runs.
     """
     from dovetail.planning.pack import Cluster
-
-    from .cluster import Costs
-    from .cluster.study import contenders, study
-    from .cluster.workload import clipped
-    from .traces import Assumed, TraceError, read_trace
+    from dovetail.simulate.cluster import Costs
+    from dovetail.simulate.cluster.study import contenders, study
+    from dovetail.simulate.cluster.workload import clipped
+    from dovetail.simulate.traces import Assumed, TraceError, read_trace
 
     source = trace or SHIPPED
     loads = numbers("--load", load) if load else []
@@ -113,7 +113,7 @@ def schedule(
         )  # fmt: skip
         carried = []
         if capacity:
-            from .cluster import capacity as find
+            from dovetail.simulate.cluster import capacity as find
 
             for c in who:
                 tell(f"capacity of {c.name}")
@@ -150,9 +150,8 @@ def schedule(
 
 
 def _show(found: Trace, work: list[Any], cells: list[Cell], carried: list[Any], devices: int) -> None:
+    from dovetail.simulate.cluster.workload import offered
     from dovetail.view import schedule as view
-
-    from .cluster.workload import offered
 
     own = offered(work, devices)
     line = f"predicted: {found.name} ({found.format}), {len(work):,} jobs on {devices:,} devices"
