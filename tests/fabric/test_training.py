@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dovetail.core.errors import Error
-from dovetail.fabric import emulate, shapes, training
+from dovetail.fabric import demo, emulate, shapes, training
 
 pytestmark = pytest.mark.root
 HOSTS = [0, 3]
@@ -41,3 +41,12 @@ def test_disturbances_always_heal_what_they_break() -> None:
             (down.add if event.action == "fail" else down.discard)(event.link)
             assert len(down) <= 1
         assert not down
+
+
+def test_the_demonstration_breaks_links_and_tells_that_nothing_was_lost() -> None:
+    told: list[str] = []
+    facts = demo.run(steps=14, failures=1, ranks=2, compare=False, tell=told.append)
+    system = facts["systems"]["dovetail"]
+    assert facts["failures"] == 1 and facts["check"]["holds"]
+    assert system["same_losses"] and system["steps"] == 14
+    assert any("identical to the undisturbed run" in line for line in told)
