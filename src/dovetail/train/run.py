@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -47,8 +48,9 @@ def train(script: str | Path, *, workers: int, plan: str | Path | None = None, a
     _check(script, plan)
     if workers < 1:
         raise Error(f"workers: expected at least 1, got {workers}")
+    logs = tempfile.TemporaryDirectory(prefix="dovetail-train-")  # torchrun leaves its own behind
     command = [sys.executable, "-c", _DYING_WITH_PARENT, str(os.getpid())]
-    command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command += ["-m", "dovetail.train.agent", "--standalone", f"--nproc-per-node={workers}", f"--log-dir={logs.name}"]
     command += ["-m", "dovetail.train.run", *(["--plan", str(plan)] if plan else []), str(script), *args]
     run = uuid.uuid4().hex
     defaults = {
@@ -69,6 +71,7 @@ def train(script: str | Path, *, workers: int, plan: str | Path | None = None, a
         if torchrun.poll() is None:
             torchrun.kill()
             torchrun.wait()
+        logs.cleanup()
         if torchrun.returncode < 0 or received:
             _kill_all(run)
     if received:
