@@ -11,34 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from dovetail.cli.app import app
 from dovetail.cli.inputs import counts
 from dovetail.core import store
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Profile
 from dovetail.core.timeline import Timeline
 from dovetail.planning import plan
 from dovetail.view import example
 
-COMMAND = [sys.executable, "-m", "dovetail"]
-
-
-def run(*arguments: str | Path) -> Result:
-    """In this process: fast."""
-    return CliRunner().invoke(app, [str(a) for a in arguments], prog_name="dovetail")
-
-
-def shell(*arguments: str | Path, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As a user runs it."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "COLUMNS")}
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, **options)
+from .command import COMMAND, run, shell
 
 
 @pytest.fixture
@@ -235,10 +219,10 @@ def test_pictures_are_written_where_asked(folder: Path) -> None:
 
 
 def test_a_preset_becomes_a_network_file(tmp_path: Path) -> None:
-    result = run("network", "--preset", "10gbe-16", "-o", tmp_path / "n.json", "--json")
+    result = run("network", "--preset", "10gbe-16", "--name", "ours", "-o", tmp_path / "n.json", "--json")
     assert result.exit_code == 0
     network = store.read(tmp_path / "n.json", Network)
-    assert (network.ranks, network.measured) == (16, False)
+    assert (network.name, network.ranks, network.measured) == ("ours", 16, False)
     assert store.decode(result.stdout, Network) == network
 
 
@@ -315,12 +299,17 @@ def test_a_bad_file_gets_one_line_and_no_output(
         (["view", "job.json", "--png", "t.png"], "expected at least one timeline or plan"),
         (["profile", "no-such-model"], "no model 'no-such-model'"),
         (["profile", "missing.py"], "missing.py: cannot be read"),
+        (["profile", "quits.py"], "quits.py: fails when imported, with SystemExit: 0"),
+        (["profile", "missing.py", "-o", "no/such/job.json"], "no/such/job.json: cannot be written"),
+        (["network", "-o", "no/such/net.json"], "no/such/net.json: cannot be written"),
+        (["demo", "--json", "no/such/report.json"], "no/such/report.json: cannot be written"),
         (["train", "missing.py"], "expected a Python script"),
         (["train", "job.json", "--plan", "net.json"], "kind: expected 'plan'"),
     ],
     ids=lambda a: " ".join(a) if isinstance(a, list) else "",
 )
 def test_what_fails_says_so_in_one_line(arguments: list[str], words: str, folder: Path) -> None:
+    (folder / "quits.py").write_text("raise SystemExit(0)\n")
     before = sorted(folder.iterdir())
     done = shell(*arguments, cwd=folder)
     assert done.returncode == 1 and done.stdout == ""
@@ -329,7 +318,10 @@ def test_what_fails_says_so_in_one_line(arguments: list[str], words: str, folder
     assert sorted(folder.iterdir()) == before
 
 
-def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code", "said"), [(signal.SIGINT, 130, ["interrupted"]), (signal.SIGTERM, 143, [])])
+def test_an_interrupt_is_one_line_at_most_and_leaves_nothing(
+    number: signal.Signals, code: int, said: list[str], tmp_path: Path
+) -> None:
     script = tmp_path / "slow.py"
     script.write_text("import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(100)\n")
     command = [*COMMAND, "profile", "slow.py", "-o", "out.json", "--json"]
@@ -338,13 +330,13 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         deadline = time.monotonic() + 100
         while not (tmp_path / "started").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130 and out == ""
-    assert err.splitlines()[-1] == "interrupted" and "Traceback" not in err
+    assert process.returncode == code and out == ""
+    assert err.splitlines() == ["loading slow.py …", *said]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["slow.py", "started"]
 
 
@@ -359,54 +351,3 @@ def test_a_reader_that_has_seen_enough_is_no_error(extra: list[str], folder: Pat
     os.close(reader)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0 and said == ""
-
-
-# Real measurements, small.
-
-
-def test_profile_measures_a_users_file(tmp_path: Path) -> None:
-    script = tmp_path / "tiny.py"
-    script.write_text(
-        "import torch\n"
-        "def model():\n    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))\n"
-        "def batch(size):\n    return torch.randn(size, 8)\n"
-    )
-    out = tmp_path / "job.json"
-    done = shell("profile", script, "-o", out, "--batch", "4", "--batches", "2", "--steps", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    profile = store.read(out, Profile)
-    assert store.decode(done.stdout, Profile) == profile
-    assert profile.name == "tiny" and profile.batch == 4 and len(profile.tensors) == 4
-    assert [t.batch for t in profile.layers[0].times] == [2, 4]
-
-
-def test_network_starts_ranks_and_measures_them(tmp_path: Path) -> None:
-    out = tmp_path / "net.json"
-    options = ("--workers", "2", "--seconds", "1", "--max-mib", "0.05", "--collectives", "all_reduce")
-    done = shell("network", *options, "-o", out, "--json", timeout=200)
-    assert done.returncode == 0, done.stderr
-    network = store.read(out, Network)
-    assert store.decode(done.stdout, Network) == network
-    assert (network.ranks, network.measured, network.emulated) == (2, True, False)
-    assert list(network.collectives) == ["all_reduce"] and len(network.collectives["all_reduce"].samples) > 2
-
-
-def test_train_runs_a_script_and_keeps_its_words_out_of_json(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys\nprint('words of the script', sys.argv[1:])\n")
-    done = shell("train", script, "--workers", "1", "--json", "--", "--epochs", "3", timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["workers"] == 1
-    assert "words of the script ['--epochs', '3']" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("ended", "code", "words"),
-    [(3, 1, "dovetail: script.py: training failed with exit code 3"), (130, 130, "interrupted"), (143, 143, "")],
-)
-def test_how_training_ended_becomes_the_exit_code(
-    ended: int, code: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dovetail.train.run.train", lambda *_, **__: ended)
-    result = run("train", "script.py")
-    assert result.exit_code == code and result.stderr.startswith(words)

@@ -69,6 +69,8 @@ def test_a_files_own_loss_is_used(tmp_path: Path) -> None:
             "def model(): raise OSError('no disk')\ndef batch(n): ...\n",
             r"job.py: model\(\): fails with OSError: no disk",
         ),
+        ("raise SystemExit(3)\n", "job.py: fails when imported, with SystemExit: 3"),
+        ("def model(): raise SystemExit\ndef batch(n): ...\n", r"job.py: model\(\): fails with SystemExit"),
         ("\x00", "job.py: "),
     ],
 )
@@ -84,10 +86,16 @@ def test_a_batch_function_that_fails_is_named(tmp_path: Path) -> None:
         load(written(tmp_path, text)).make_batch(4)
 
 
+def test_a_batch_of_another_size_is_refused(tmp_path: Path) -> None:
+    text = "import torch\ndef model(): return torch.nn.Linear(1, 1)\ndef batch(n): return torch.ones(n + 1, 1)\n"
+    with pytest.raises(InputError, match=r"job.py: batch\(4\): expected 4 samples, got 5"):
+        load(written(tmp_path, text)).make_batch(4)
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("resnet", "no model 'resnet': expected one of mlp, cnn, gpt, hf:resnet-50"),
+        ("resnet", "no model 'resnet': expected one of mlp, cnn, gpt, resnet50, hf:resnet-50"),
         ("", "no model ''"),
         ("nowhere/job.py", "nowhere/job.py: cannot be read: no such file"),
         ("job.py", "job.py: cannot be read: no such file"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ X = torch.ones(2, 2)
         (lambda: nn.Linear(2, 2), X, {"loss": lambda y: y}, r"loss: expected a scalar tensor, got shape \(2, 2\)"),
         (lambda: nn.Linear(2, 2), X, {"loss": lambda y: 3.0}, "loss: expected a scalar tensor, got float"),
         (lambda: nn.Linear(2, 2), X, {"loss": lambda y: y.detach().sum()}, "requires no gradient"),
+        (lambda: nn.Linear(2, 2), X, {"loss": lambda y: sys.exit()}, "fails on a batch of 2: SystemExit: no reason"),
+        (lambda: nn.Linear(2, 2), X, {"loss": lambda y: 1 / 0}, "fails on a batch of 2: ZeroDivisionError: division"),
         (lambda: nn.Linear(2, 2), X, {"batches": []}, "batches: expected at least one size"),
         (lambda: nn.Linear(2, 2), X, {"batches": [0, 2]}, "batches: expected at least one size"),
         (lambda: nn.Linear(2, 2), X, {"steps": 0}, "steps and warmup"),

@@ -130,9 +130,9 @@ def test_a_plan_survives_its_file(policy: str) -> None:
     assert store.decode(store.encode(made), Plan) == made
 
 
-@pytest.mark.parametrize(("option", "value"), [("workers", 0), ("workers", -2), ("batch", 0)])
+@pytest.mark.parametrize(("option", "value"), [("workers", 0), ("workers", -2), ("batch", 0), ("batch", 2**31)])
 def test_impossible_settings_are_named(option: str, value: int) -> None:
-    with pytest.raises(Error, match=f"^{option}: expected at least 1, got {value}$"):
+    with pytest.raises(Error, match=f"^{option}: expected 1 to 2,147,483,647, got {value}$"):
         plan(model(), NETWORKS[0], **{option: value})
 
 

@@ -47,5 +47,5 @@ def test_a_model_without_any_time_does_not_divide_by_zero() -> None:
 
 
 def test_a_wrong_number_of_workers_is_named() -> None:
-    with pytest.raises(Error, match="workers: expected at least 1, got 0"):
+    with pytest.raises(Error, match="workers: expected 1 to 2,147,483,647, got 0"):
         scale(PROFILE, NETWORK, workers=[0])

@@ -95,6 +95,18 @@ def follows_torch(keep: int, **keywords: Any) -> dict[str, Any]:
     }
 
 
+def doubtful(spread: float) -> bool:
+    """Whether a plan that is 3 % faster by the median replaces torch's buckets when steps vary by this share."""
+    from dovetail.train.report import Trial
+
+    plan = own_plan()
+    both = [
+        Trial(plan=plan, baseline=b, median=m, low=m * (1 - spread), high=m * (1 + spread), steps=8)
+        for b, m in ((True, 1.0), (False, 0.97))
+    ]
+    return tuner._noise(*both) < 0.03
+
+
 def near_tie(gain: float) -> str:
     model = DistributedDataParallel(net(), tuning=QUICK)
     for step in range(STEPS):

@@ -30,6 +30,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         **{name: (scenarios.follows_torch, given) for name, given in FOLLOWING.items()},
         "half a percent": (scenarios.near_tie, {"gain": 0.005}),
         "three percent": (scenarios.near_tie, {"gain": 0.03}),
+        "steady steps": (scenarios.doubtful, {"spread": 0.02}),
+        "unsteady steps": (scenarios.doubtful, {"spread": 0.2}),
         "accumulates": (scenarios.accumulates, {}),
         "falls back": (scenarios.falls_back, {}),
         "says so once": (scenarios.says_so_once, {}),
@@ -65,6 +67,7 @@ def test_candidates_that_are_clearly_slower_run_one_round_only(runs: Runs) -> No
 def test_a_plan_must_be_measurably_faster_to_replace_torchs_buckets(runs: Runs) -> None:
     assert runs("half a percent") == ["torch's own buckets"] * 2
     assert runs("three percent") == ["plan threshold:0.02"] * 2
+    assert runs("steady steps") == [True, True] and runs("unsteady steps") == [False, False]
 
 
 def test_accumulation_and_evaluation_on_one_rank_only_do_not_disturb_planning(runs: Runs) -> None:

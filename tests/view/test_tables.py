@@ -101,6 +101,15 @@ def test_the_scale_table_has_every_policy_and_every_number_of_workers() -> None:
     assert f"{ddp[4]:.1f}" in row(printed, "ddp")
 
 
+def test_a_narrow_terminal_folds_names_but_shows_them() -> None:
+    profile, network = example.profile(layers=3), example.network()
+    plans = compare_policies(profile, network, policies=["ddp", "single"])
+    for table, names in ((tables.plans(plans), ["ddp", "single"]), (tables.profile(profile), ["block0", "block2"])):
+        lines = text(table, width=40).splitlines()
+        first = "".join(line.split()[0] for line in lines if line.strip())
+        assert all(name in first for name in names)
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_line_is_wider_than_the_terminal_and_nothing_is_coloured(width: int) -> None:
     profile, network = example.profile(layers=40, name="a-model-with-a-rather-long-name"), example.network()

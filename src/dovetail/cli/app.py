@@ -96,14 +96,25 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         code = 130
+    except Terminated as e:
+        code = 128 + e.signum
     else:
         code = 0
     sys.exit(code)
 
 
+class Terminated(BaseException):
+    """A polite kill ends like an exception, so that temporary files and child processes go too.
+
+    Not a SystemExit: those of a user's script are told as its failure.
+    """
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+
 def _terminated(signum: int, frame: Any) -> NoReturn:
-    """A polite kill ends like an exception, so that temporary files and child processes go too."""
-    sys.exit(128 + signum)
+    raise Terminated(signum)
 
 
 def _fail(line: str) -> NoReturn:

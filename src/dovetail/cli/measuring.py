@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dovetail.core.network import CollectiveName, Network
 
 MIB = 2**20
-MODEL = """mlp, cnn, gpt; hf:resnet-50, hf:bert-base, hf:gpt2, hf:vit-base, with options as in
+MODEL = """mlp, cnn, gpt, resnet50; hf:resnet-50, hf:bert-base, hf:gpt2, hf:vit-base, with options as in
 "hf:bert-base?layers=4"; or a Python file that defines model(), batch(size) and, where needed, loss(output)."""
 EMULATED = "DOVETAIL_EMULATED"
 """Set for ranks whose network is rate-limited on purpose."""
@@ -43,7 +43,8 @@ def profile(
     from dovetail.view import tables
 
     sizes = sorted({batch, *inputs.counts(batches)}) if batches else None
-    with shell.working(f"loading {model}") as tell:
+    shell.writable(output)
+    with shell.stdout_to_stderr(), shell.working(f"loading {model}") as tell:
         workload = measure.load(model)
         found = measure.profile(
             workload.model,
@@ -74,8 +75,8 @@ def network(
         str | None,
         typer.Option(metavar="1gbit", help="Join the local ranks by an emulated network of this speed (root)."),
     ] = None,
-    max_mib: Annotated[float, typer.Option(min=0.001, help="The largest message, in MiB.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 20,
+    max_mib: Annotated[float, typer.Option(min=0.001, max=65536, help="The largest message, in MiB.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, max=86400, help="About how long to measure.")] = 20,
     collectives: Annotated[
         str, typer.Option(metavar="NAME,NAME", help="What to measure; plans of buckets need all_reduce only.")
     ] = "all_reduce,reduce_scatter,all_gather,all_to_all",
@@ -86,16 +87,21 @@ def network(
 
     Under torchrun it measures the group it runs in; otherwise it starts ranks on this machine.
     """
+    import msgspec
+
     from dovetail.core import store
     from dovetail.view import tables
 
     names = inputs.collectives(collectives)
+    if os.environ.get("RANK", "0") == "0":  # the others write nothing
+        shell.writable(output)
     if preset and (workers or rate):
         raise typer.BadParameter("takes neither --workers nor --rate: a preset is not measured", param_hint="--preset")
     if preset:
         from dovetail.measure.presets import preset as known
 
         found = known(preset)
+        found = msgspec.structs.replace(found, name=name or found.name)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if workers or rate:
             raise typer.BadParameter("--workers and --rate start ranks, but this already is one (RANK is set)")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +31,7 @@ def train(
     from dovetail.train.run import train as run
 
     begin = time.monotonic()
-    with _stdout_to_stderr() if json else contextlib.nullcontext():
+    with shell.stdout_to_stderr() if json else contextlib.nullcontext():
         code = run(script, workers=workers, plan=plan, args=arguments or [])
     if code > 128:  # ended by a signal that was passed on
         if code == 130:
@@ -55,17 +52,6 @@ def demo(
     """The main job, start to end: profile, plan, and train a real model against DDP on a shaped network."""
     from dovetail import demo as main
 
+    if json:
+        shell.writable(json)
     main.main(quick=quick, json=json, rate=rate)
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Child processes inherit descriptor 1; while the block runs it is stderr."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

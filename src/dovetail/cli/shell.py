@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,3 +91,29 @@ def working(what: str, *, brief: bool = False) -> Iterator[Tell]:
                 bar.update(task, total=1.0, completed=fraction)
 
         yield tell
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """While the block runs, descriptor 1 is stderr: what the user's code or its children print is not the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def writable(path: Path) -> None:
+    """Fails now, with the line that writing would end in, rather than after minutes of work."""
+    from dovetail.core.store import replacing
+
+    with contextlib.suppress(_Untouched), replacing(path):
+        raise _Untouched
+
+
+class _Untouched(Exception):
+    """Leaves `replacing` before it replaces anything."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .errors import Error
 from .profile import Quantiles
-from .store import Bytes, Count, Name, Noun, Record, Seconds
+from .store import MOST_COUNT, Bytes, Count, Name, Noun, Record, Seconds
 
 CollectiveName = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 COLLECTIVES: tuple[CollectiveName, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -38,7 +38,7 @@ class AffineCost:
 
 @dataclass(frozen=True)
 class TableCost:
-    """Linear between measured points, constant below the first, along the last segment's slope above the last."""
+    """Linear between measured points (at least two), constant below the first, along the last slope above the last."""
 
     nbytes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -46,8 +46,6 @@ class TableCost:
     def __call__(self, nbytes: npt.ArrayLike, /) -> FloatArray:
         x = np.asarray(nbytes, dtype=np.float64)
         inside = np.interp(x, self.nbytes, self.seconds)
-        if len(self.nbytes) < 2:
-            return inside * np.maximum(1.0, x / self.nbytes[0])
         (x0, x1), (y0, y1) = self.nbytes[-2:], self.seconds[-2:]
         # The tail is bandwidth: never cheaper per byte than zero, even where two noisy points say so.
         slope = max((y1 - y0) / (x1 - x0), 0.0)
@@ -94,7 +92,7 @@ class Network(Noun, frozen=True, kw_only=True):
     kind: ClassVar[str] = "network"
 
     name: Name
-    ranks: Annotated[int, msgspec.Meta(ge=2)]
+    ranks: Annotated[int, msgspec.Meta(ge=2, le=MOST_COUNT)]
     source: str
     """How it came about: the command and backend that measured it, or where a preset's figures are published."""
     measured: bool

@@ -20,10 +20,15 @@ import msgspec
 
 from .errors import Error, InputError
 
-Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Index = Annotated[int, msgspec.Meta(ge=0)]
+# Upper limits far beyond anything real: sums and products of what they let through neither overflow nor become inf.
+MOST_SECONDS = 1e12
+MOST_BYTES = 2**48
+MOST_COUNT = 2**31 - 1
+
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_SECONDS)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -65,6 +70,8 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
         raise InputError(path, f"line {e.lineno} column {e.colno}", f"expected valid JSON: {what}") from None
     except RecursionError:
         raise InputError(path, "", "expected a dovetail file, got JSON nested too deeply") from None
+    except ValueError:  # Python reads no integer of more than 4300 digits
+        raise InputError(path, "", "expected a dovetail file, got a number of thousands of digits") from None
     if not isinstance(data, dict):
         raise InputError(path, "", f"expected a JSON object with a {noun.kind}, got {type(data).__name__}")
     kind, version = data.pop("kind", None), data.pop("version", None)

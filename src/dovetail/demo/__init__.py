@@ -1,8 +1,8 @@
 """`dovetail demo`: the main job from start to end, on any Linux machine, without a GPU.
 
 It profiles a real ResNet-50 here, emulates four devices that take proportionate times, and lets torch's DDP and
-dovetail train on them side by side over links of limited rate. Then it trains a small language model on real text, with real
-gradients and no emulation, once with each, and compares the losses.
+dovetail train on them side by side over links of limited rate. Then it trains a small language model on real text, with
+real gradients and no emulation, once with each, and compares the losses.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ def main(*, quick: bool = False, json: Path | None = None, rate: str = "2gbit") 
     if reason:
         say(f"[bold]Links are not limited[/]: {reason}. Ranks talk over loopback instead; gains will look different.\n")
 
-    say("[bold]1  Profile[/]  ResNet-50 on this machine, to see in which proportions its layers take time …")
+    say("[bold]1  Profile[/]  ResNet-50 on this machine, for the proportions of its layers …")
     profile = _profile(LOOPBACK_RATE if reason else rate)
-    say(
-        f"   {len(profile.tensors)} tensors, {profile.parameter_bytes / 1e6:.0f} MB of gradients a step. "
-        f"{RANKS} emulated devices: forward {profile.forward_time():.2f} s, backward {profile.backward_time():.2f} s.\n"
-    )
-    where = "loopback" if reason else f"real links of {rate}"
-    say(f"[bold]2  Plan and train[/]  torch's DDP against dovetail, {RANKS} emulated devices, {where} …")
-    say("   (about two minutes: dovetail measures, plans and tries, then both take turns)")
+    say(f"   {len(profile.tensors)} tensors, {profile.parameter_bytes / 1e6:.0f} MB of gradients a step")
+    say(f"   emulated devices take {profile.forward_time():.2f} s forward, {profile.backward_time():.2f} s backward\n")
+    where = f"{RANKS} emulated devices, " + ("loopback" if reason else f"real links of {rate}")
+    say(f"[bold]2  Plan and train[/]  torch's DDP against dovetail, {where} …")
+    say("   (two minutes: dovetail measures, plans and tries, then both take turns)")
     outcome = run(
         profile,
         ["ddp"],
@@ -69,8 +67,8 @@ def main(*, quick: bool = False, json: Path | None = None, rate: str = "2gbit") 
     )
     _show_contest(say, profile, outcome)
 
-    say("\n[bold]3  The same losses[/]  a small language model on Python's own library, 2 ranks, nothing emulated …")
-    lesson = _lesson(steps=60 if quick else 120)
+    say("\n[bold]3  The same losses[/]  a small language model, 2 ranks, nothing emulated …")
+    lesson = _lesson(steps=50 if quick else 120)
     _show_lesson(say, lesson)
     _summary(say, outcome, lesson, where)
     if json is not None:
@@ -94,7 +92,7 @@ def _show_contest(say: Callable[..., None], profile: Profile, outcome: Outcome) 
     kept = outcome.kept or planning.plan(profile, outcome.network, policy="ddp")
     predicted = simulate(planning.predict(kept, profile, outcome.network), profile, outcome.network)
     predicted = msgspec.structs.replace(predicted, name="dovetail")
-    say("\n   One iteration of the first rank (exposed communication is what nothing hides):\n")
+    say("\n   One iteration of the first rank; exposed is what nothing hides:\n")
     say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], predicted]))
 
 
@@ -120,7 +118,7 @@ def _show_lesson(say: Callable[..., None], lesson: Lesson) -> None:
 
 def _summary(say: Callable[..., None], outcome: Outcome, lesson: Lesson, where: str) -> None:
     ddp, ours = (np.quantile(outcome.entry(p).seconds, [0.5, 0.1, 0.9]) for p in ("ddp", DOVETAIL))
-    table = Table(title=f"\nResNet-50 on {RANKS} emulated devices, {where}", title_justify="left")
+    table = Table(title=f"\nResNet-50 on {where}", title_justify="left")
     for column in ("", "buckets", "seconds an iteration (10–90 %)", "iterations an hour"):
         table.add_column(column, justify="left" if not column else "right")
     for name, q, policy in (("torch's DDP", ddp, "ddp"), ("dovetail", ours, DOVETAIL)):
@@ -132,10 +130,8 @@ def _summary(say: Callable[..., None], outcome: Outcome, lesson: Lesson, where: 
     table.add_row("difference", "", verdict, f"{ddp[0] / ours[0] - 1:+.1%}")
     say(table)
     error = outcome.entry(DOVETAIL).predicted / ours[0] - 1
-    say(
-        f"dovetail predicted {outcome.entry(DOVETAIL).predicted:.3f} s for its plan: {error:+.0%} of what was measured."
-    )
-    say("In your own script it is one line: [bold]from dovetail import DistributedDataParallel as DDP[/]")
+    say(f"dovetail predicted {outcome.entry(DOVETAIL).predicted:.3f} s for its plan, {error:+.0%} off.")
+    say("In your own script:  [bold]from dovetail import DistributedDataParallel as DDP[/]")
 
 
 def _as_json(outcome: Outcome, lesson: Lesson, setting: Setting) -> dict[str, Any]:

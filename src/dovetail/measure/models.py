@@ -139,18 +139,23 @@ def _from_file(path: Path) -> Workload:
             raise InputError(path, function, f"missing, expected a function that {role}")
     from torch import nn
 
+    from .batches import size
+
     try:
         model = module.model()
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise InputError(path, "model()", f"fails with {_line(e)}") from e
     if not isinstance(model, nn.Module):
         raise InputError(path, "model()", f"expected a torch.nn.Module, got {type(model).__name__}")
 
     def make_batch(n: int) -> Any:
         try:
-            return module.batch(n)
-        except Exception as e:
+            made = module.batch(n)
+        except (Exception, SystemExit) as e:
             raise InputError(path, f"batch({n})", f"fails with {_line(e)}") from e
+        if (samples := size(made)) != n:
+            raise InputError(path, f"batch({n})", f"expected {n} samples, got {samples}")
+        return made
 
     return Workload(path.stem, model, make_batch, getattr(module, "loss", None))
 
@@ -172,7 +177,7 @@ def _imported(path: Path) -> ModuleType:
         raise InputError(e.filename or path, f"line {e.lineno}", f"expected valid Python: {e.msg}") from None
     except ValueError as e:  # null bytes, wrong encoding
         raise InputError(path, "", f"expected Python source: {_line(e)}") from None
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # a training script that ends itself is no model either
         raise InputError(path, "", f"fails when imported, with {_line(e)}") from e
     finally:
         sys.path.remove(str(path.resolve().parent))

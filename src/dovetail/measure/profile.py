@@ -119,7 +119,9 @@ def _attempt(name: str, samples: int, run: Callable[[], R]) -> R:
     """What the model itself raises becomes one line; the chain keeps the rest for those who ask."""
     try:
         return run()
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as e:
+    except Error:
+        raise
+    except (Exception, SystemExit) as e:
         reason = next(iter(str(e).strip().splitlines()), "no reason given")
         raise Error(f"model {name} fails on a batch of {samples}: {type(e).__name__}: {reason}") from e
 

@@ -17,6 +17,7 @@ from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import MIB, Plan, Prediction, from_cuts
 from dovetail.core.profile import Profile
+from dovetail.core.store import MOST_COUNT
 
 from . import exact, policies, rules
 from .policies import COMPARED
@@ -78,10 +79,9 @@ class _Setting:
     def __init__(self, profile: Profile, network: Network, workers: int | None, batch: int | None) -> None:
         self.workers = network.ranks if workers is None else workers
         self.batch = profile.batch if batch is None else batch
-        if self.workers < 1:
-            raise Error(f"workers: expected at least 1, got {self.workers}")
-        if self.batch < 1:
-            raise Error(f"batch: expected at least 1, got {self.batch}")
+        for what, number in (("workers", self.workers), ("batch", self.batch)):
+            if not 1 <= number <= MOST_COUNT:
+                raise Error(f"{what}: expected 1 to {MOST_COUNT:,}, got {number}")
         self.profile, self.network = profile, network
         self.stream = stream(profile, batch=self.batch)
         self.cost = network.cost("all_reduce", ranks=self.workers)

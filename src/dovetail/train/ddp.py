@@ -18,7 +18,7 @@ from dovetail.core.errors import Error
 from dovetail.core.plan import Plan
 
 from . import reducer
-from .integrations import check_environment
+from .integrations import check_environment, keep
 from .record import Recorder
 from .report import Report
 from .tuner import Tuner, Tuning
@@ -65,14 +65,17 @@ class DistributedDataParallel(TorchDDP):
             raise Error(f"plan: expected 'auto', a Plan or None, got {plan!r}")
         self._tuner: Tuner | None = None
         self._recorder: Recorder | None = None
+        self._reduced: tuple[list[nn.Parameter], list[bool]] | None = None
+        self._reduced_names: dict[int, str] | None = None
         super().__init__(module, *args, **kwargs)
+        keep(self.process_group)
         # nn.Module's constructor has forgotten what was set before it.
         self._tuner, self._recorder = None, None
         self._report = Report(state="off", reason="planning was switched off", plan=None)
         if isinstance(plan, Plan):
             self._report = Report(state="off", reason="planning was switched off", plan=plan)
-        elif plan == "auto":
-            reason = _why_not(self)
+        reason = _agreed_reason(self, plan, tuning or Tuning())
+        if plan == "auto":
             if reason is None:
                 self._tuner = Tuner(self, tuning or Tuning())
             else:
@@ -124,18 +127,37 @@ class DistributedDataParallel(TorchDDP):
         self._stop_planning("an optimiser is fused into the reduction of gradients")
         super()._register_fused_optim(*args, **kwargs)
 
+    def join_hook(self, **kwargs: Any) -> Any:
+        # All ranks come here together when they enter `join`; later, one without inputs would never hear of it.
+        self._stop_planning("ranks with uneven inputs (`join`) do not step together")
+        return super().join_hook(**kwargs)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        self._stop_planning("the process group has changed")
+        super()._update_process_group(new_process_group)
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        # torch asks once, when the module is wrapped; what is frozen or unfrozen later changes nothing about it.
+        if self._reduced is None:
+            self._reduced = super()._build_params_for_reducer()
+        return self._reduced
+
+    def _build_debug_param_to_name_mapping(self, parameters: list[nn.Parameter]) -> dict[int, str]:
+        if self._reduced_names is None:
+            self._reduced_names = super()._build_debug_param_to_name_mapping(parameters)
+        return self._reduced_names
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle is a module without a planner; it has the caps of the moment.
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_tuner": None, "_recorder": None, "_report": Report(state="off", reason="this is a copy")}
+        off = Report(state="off", reason="this is a copy")
+        fresh = dict.fromkeys(("_tuner", "_recorder", "_reduced", "_reduced_names"))
+        return {**state, **fresh, "_report": off}
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _watched_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         watcher = self._recorder or self._tuner
         assert watcher is not None
-        if self._join_config.enable:
-            self._stop_planning("ranks with uneven inputs (`join`) do not step together")
-            return super().forward(*inputs, **kwargs)
         watcher.before_forward()
         output = super().forward(*inputs, **kwargs)
         watcher.after_forward()
@@ -146,8 +168,7 @@ class DistributedDataParallel(TorchDDP):
     def _stop_planning(self, reason: str) -> None:
         if self._tuner is not None:
             self._tuner.stop(reason)
-            if not self._tuner.active:
-                self._report, self._tuner = self._tuner.report, None
+            self._report, self._tuner = self._tuner.report, None
 
     def _give_up(self, reason: str) -> None:
         self._report = Report(state="off", reason=reason)
@@ -172,6 +193,22 @@ def _keywords(plan: Plan, module: nn.Module, given: dict[str, Any]) -> dict[str,
             f"plan for {plan.profile!r} does not fit this model: expected {plan.bytes} bytes of gradients, got {size}"
         )
     return plan.ddp_kwargs()
+
+
+def _agreed_reason(ddp: TorchDDP, plan: Plan | str | None, tuning: Tuning) -> str | None:
+    """Why no rank plans, or None if all do: ranks that were told different things would wait for each other."""
+    caps = tuple(plan.caps_mib()) if isinstance(plan, Plan) else None
+    reason = _why_not(ddp)
+    if plan != "auto":
+        reason = "planning is switched off on another rank"
+    elif ddp._bucket_config.has_custom_per_bucket_caps:
+        reason = "bucket_cap_mb_list says already where to cut"
+    said: list[Any] = [None] * dist.get_world_size(ddp.process_group)
+    dist.all_gather_object(said, (caps, tuning, reason), group=ddp.process_group)
+    for rank, (their_caps, their_tuning, _) in enumerate(said):
+        if (their_caps, their_tuning) != said[0][:2]:
+            raise Error(f"plan, tuning: expected the same on all ranks, but rank {rank} was given others than rank 0")
+    return next((r for _, _, r in said if r is not None), None)
 
 
 def _why_not(ddp: TorchDDP) -> str | None:

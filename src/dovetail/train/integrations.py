@@ -6,9 +6,11 @@ need. Accelerate and the Hugging Face Trainer keep a fixed list of arguments ins
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import sys
+import time
 from typing import Any
 
 from dovetail.core.errors import Error
@@ -16,6 +18,22 @@ from dovetail.core.plan import Plan
 
 # Ways of training that build no DistributedDataParallel, by accelerate's names for them.
 _WITHOUT_DDP = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+
+_kept: list[Any] = []
+
+
+def keep(group: Any) -> None:
+    """Keeps a process group until the process ends, whoever destroys it before, and lets it end in peace.
+
+    When the last reference to a gloo group goes, torch waits for the group's threads while it holds Python's lock; a
+    thread that is just letting go of its last collective waits for that lock. A script that ends right after its last
+    step then hangs, or aborts where the interpreter is already ending (torch's issue 56297). A group that stays is not
+    waited for, and a pause without the lock, once, at exit, is ample for its threads.
+    """
+    if not _kept:
+        atexit.register(time.sleep, 0.1)
+    if not any(group is one for one in _kept):
+        _kept.append(group)
 
 
 def check_environment() -> None:
@@ -40,6 +58,7 @@ def agree(plan: Plan) -> Plan:
             "agree: ranks can agree on a plan only once they are connected: call torch.distributed.init_process_group "
             "first, or let every rank read one plan file"
         )
+    keep(dist.group.WORLD)
     box: list[Plan] = [plan]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -55,6 +74,7 @@ def buckets(model: Any) -> list[int]:
 
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
+            keep(module.process_group)
             sizes = module._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
             return [int(size) for size in sizes.split(", ") if size]
     raise Error(f"buckets: found no DistributedDataParallel in a {type(model).__qualname__}")

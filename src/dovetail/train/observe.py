@@ -1,13 +1,16 @@
 """Watches the steps of a DDP module from outside: when forward ran, when each gradient was ready, when all were sent.
 
-A step here is a forward pass followed by a backward pass that synchronises gradients; passes under `no_sync`, without
-gradients or in evaluation do not count. The end of a step is a place where every rank stands at the same point of the
-same program: inside `backward()`, after the reducer has finished and before any code of the user's. What all ranks must
-do together (measure the network, agree on a plan) is done there, so it can never cross a collective of the user's.
+A step here is a forward pass followed by a backward pass that synchronises gradients. Which one does is torch's rule:
+a forward pass with gradients and outside `no_sync` arms the reducer, the next backward pass reduces and disarms it. So
+evaluation in between, on one rank only perhaps, and further backward passes do not count. The end of a step is a place
+where every rank stands at the same point of the same program: inside `backward()`, after the reducer has finished and
+before any code of the user's. What all ranks must do together (measure the network, agree on a plan) is done there, so
+it can never cross a collective of the user's.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +42,7 @@ class Observer:
         self._ddp, self._parameters, self._on_step = ddp, parameters, on_step
         self._clock = Clock(parameters[0].device)
         self._handles: list[RemovableHandle] = []
-        self._synchronises = self._queued = False
+        self._armed = self._queued = False
         self._start: Any = None
         self._forward_end: Any = None
         self._ready: list[tuple[int, Any]] = []
@@ -47,46 +50,59 @@ class Observer:
         self.watch(every_gradient=False)
 
     def watch(self, *, every_gradient: bool) -> None:
-        """Chooses between stamping every gradient (about 10 us each) and just noticing that backward runs."""
+        """Chooses between stamping every gradient and just noticing that backward runs.
+
+        Noticing takes all parameters too: no single one is sure to get a gradient in every step on every rank.
+        """
         self._unhook()
         self._timed = every_gradient
-        watched = enumerate(self._parameters) if every_gradient else [(0, self._parameters[0])]
-        for index, parameter in watched:
+        for index, parameter in enumerate(self._parameters):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
 
     def before_forward(self) -> None:
         self._queued = False  # a backward pass that raised must not silence the next
-        self._synchronises = torch.is_grad_enabled() and bool(self._ddp.require_backward_grad_sync)
-        if self._synchronises:
+        if self._arms():
             self._start = self._clock.stamp()
 
     def after_forward(self) -> None:
-        if self._synchronises:
+        if self._arms():
             self._forward_end = self._clock.stamp()
             self._ready.clear()
+            self._armed = True
 
     def close(self) -> None:
         self._unhook()
-        self._synchronises = False
+        self._armed = self._queued = False
+
+    def _arms(self) -> bool:
+        return torch.is_grad_enabled() and bool(self._ddp.require_backward_grad_sync)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # torch's reducer holds the parameters where Python's collector cannot see: a hook that held us, and through us
+        # the module, would keep both for ever when the user drops the module before planning ends.
+        observer = weakref.ref(self)
+
         def gradient_ready(_: torch.Tensor) -> None:
-            if not self._synchronises:
-                return
-            if self._timed:
-                self._ready.append((index, self._clock.stamp()))
-            if not self._queued:
-                self._queued = True
-                # The reducer queues its own callback when the last bucket is ready, so after this one: a callback that
-                # queues another is behind it.
-                _at_end_of_backward(lambda: _at_end_of_backward(self._end))
+            if (us := observer()) is not None:
+                us._on_gradient(index)
 
         return gradient_ready
+
+    def _on_gradient(self, index: int) -> None:
+        if not self._armed:
+            return
+        if self._timed:
+            self._ready.append((index, self._clock.stamp()))
+        if not self._queued:
+            self._queued = True
+            # The reducer queues its own callback when the last bucket is ready, so after this one: a callback that
+            # queues another is behind it.
+            _at_end_of_backward(lambda: _at_end_of_backward(self._end))
 
     def _end(self) -> None:
         if not self._queued:  # closed, or a new forward began, in the meantime
             return
-        self._queued = False
+        self._queued = self._armed = False
         stop = self._clock.stamp()
         seconds = self._clock.seconds([self._start, self._forward_end, stop, *(s for _, s in self._ready)])
         start, forward_end, end, *ready = seconds

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from dovetail.core.errors import Error
+
 from .integrations import check_environment
 
 
@@ -21,8 +23,12 @@ def unsupported() -> str | None:
     """Why this torch's reducer cannot be exchanged, or None."""
     try:
         from torch.nn.parallel.distributed import _BucketCapacityConfig  # noqa: F401
+
+        check_environment()
     except ImportError:
         return f"torch {torch.__version__} builds its reducer in a way this dovetail does not know"
+    except Error as e:
+        return str(e)
     return None
 
 
@@ -42,7 +48,15 @@ def exchange(ddp: TorchDDP, config: Any, *, comm_hook: Callable[..., Any] | None
     ddp.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)
     parameters, expect_sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+    frozen = [p for p in parameters if not p.requires_grad]  # for the moment: a discriminator in its generator's turn
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        with torch.inference_mode(False):  # buffers made inside it could never be written to again
+            ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     ddp._has_rebuilt_buckets = False
     if ddp.static_graph:
         # A new reducer learns the graph in its first step, as at construction.

@@ -8,12 +8,14 @@ same gradients as any other. Whatever must be the same on all ranks is agreed at
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -96,20 +98,28 @@ class Tuner:
         return self.report.state in ("measuring", "trying") or self._next is not None
 
     def before_forward(self) -> None:
-        if self._next is not None and self._ddp.require_backward_grad_sync:
+        if self._next is not None and self._ddp.require_backward_grad_sync and torch.is_grad_enabled():
             # Here and not at the end of backward: the autograd engine still holds the old reducer's callbacks there.
-            reducer.exchange(self._ddp, self._next)
-            self._next = None
+            self._ddp._check_reducer_finalized()  # an unfinished backward is torch's to complain of, not ours to forget
+            self._exchange()
         self._observer.before_forward()
 
     def after_forward(self) -> None:
         self._observer.after_forward()
 
     def stop(self, reason: str) -> None:
-        """Ends planning; the module goes on with torch's own buckets."""
+        """Ends planning; the module goes on with torch's own buckets, at once. Not from inside backward."""
+        self._stop(reason)
+        if self._next is not None:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        reducer.exchange(self._ddp, self._next)
+        self._next = None
+
+    def _stop(self, reason: str) -> None:
         self._observer.close()
-        if self._ddp._bucket_config is not self._baseline:
-            self._next = self._baseline
+        self._next = self._baseline if self._ddp._bucket_config is not self._baseline else None
         self.report = replace(self.report, state="off", reason=reason, plan=None)
         if dist.get_rank(self._group) == 0:
             log.warning("dovetail: planning is off: %s", reason)
@@ -121,7 +131,10 @@ class Tuner:
         except StopIteration:
             self._observer.close()
         except Error as e:
-            self.stop(str(e))
+            self._stop(str(e))
+        except BaseException as e:  # Ctrl-C, a lost rank: it goes on to the user, who may go on without a plan
+            self._stop(f"it was interrupted by {type(e).__name__}")
+            raise
 
     def _tell(self) -> Story:
         tuning = self._tuning
@@ -170,7 +183,8 @@ class Tuner:
     def _keep(self, plans: list[Plan]) -> None:
         trials = self.report.trials
         fastest = min(range(len(trials)), key=lambda i: (trials[i].dropped, trials[i].median))
-        if trials[fastest].median > trials[0].median * (1 - self._tuning.margin):
+        gain = trials[0].median - trials[fastest].median
+        if gain < trials[0].median * self._tuning.margin or gain < _noise(trials[0], trials[fastest]):
             fastest = 0
         fastest = agree.from_first(fastest, self._group, self._device)
         self._use(plans, fastest)
@@ -268,6 +282,14 @@ def _trials(plans: list[Plan], times: list[list[float]], dropped: set[int]) -> t
             )
         )
     return tuple(trials)
+
+
+def _noise(one: Trial, other: Trial) -> float:
+    """The standard error of the difference of two medians, in seconds.
+
+    For normal noise a tenth and a ninetieth percentile are 2.56 σ apart, and a median varies by 1.25 σ/√n.
+    """
+    return math.hypot(*(1.25 * (t.high - t.low) / 2.56 / math.sqrt(t.steps) for t in (one, other)))
 
 
 def _exactly(seconds: float) -> Quantiles:

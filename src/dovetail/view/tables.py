@@ -171,7 +171,8 @@ def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
     for name in columns:
         right = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
+        # Everything may wrap, the widest column first: where only names did, a narrow terminal left nothing of them.
+        table.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
     return table
 
 
