@@ -120,7 +120,7 @@ def full_scale(quick: bool, checks: list[Check]) -> Cells:
             for who in (BASE, "jigsaw", "jigsaw:ladder"):
                 if (trace, devices, who) not in [(c["trace"], c["devices"], c["policy"]) for c in cells]:
                     cells.append(studies.full_scale(trace, devices, who))
-    cells.sort(key=lambda c: (c["trace"], c["devices"]))
+    cells.sort(key=lambda c: (c["trace"], c["devices"], c["policy"]))
     show("published traces in full, one core each; hours", cells, {
         "trace": lambda c: c["trace"].split("/")[1],
         "devices": lambda c: str(c["devices"]),
