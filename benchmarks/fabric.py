@@ -8,10 +8,7 @@ Everything runs in namespaces of this machine (emulated switches, real packets);
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os
-import platform
 import random
 import signal
 import statistics
@@ -22,11 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from common import Check, console, finish, parser
 from dovetail.core.errors import Error
-from dovetail.core.store import write_text
 from dovetail.fabric import check, cost, emulate, frr, kernel, loss, routed, shapes, topology, training
 from dovetail.fabric.heartbeat import Heartbeat
 from dovetail.fabric.topology import Topology
@@ -301,14 +297,15 @@ PARTS: dict[str, Callable[..., list[Cell]]] = {
 # Checks and tables
 
 
-def checks(cells: list[Cell]) -> list[dict[str, Any]]:
+def checks(cells: list[Cell]) -> list[Check]:
     def part(name: str, **like: Any) -> list[Cell]:
         return [c for c in cells if c["part"] == name and all(c.get(k) == v for k, v in like.items())]
 
     made = []
 
     def add(name: str, value: Any, target: str, holds: bool) -> None:
-        made.append({"name": name, "value": value, "target": target, "holds": bool(holds)})
+        told = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        made.append(Check(name, told, target, bool(holds)))
 
     lost = {s: [c["lost"] for c in part("failure", system=s, how="down")] for s in SYSTEMS}
     if lost["dovetail"]:
@@ -353,8 +350,8 @@ def checks(cells: list[Cell]) -> list[dict[str, Any]]:
     return made
 
 
-def tables(cells: list[Cell], made: list[dict[str, Any]]) -> None:
-    out = Console(width=130, highlight=False)
+def tables(cells: list[Cell]) -> None:
+    out = console
     table = Table(title="datagrams lost per link failure, 20,000/s (position: edge→agg, agg→core, core→agg, agg→edge)")
     for column in ("system", "failure", "position 0", "1", "2", "3", "median", "longest gap, median ms"):
         table.add_column(column)
@@ -391,40 +388,22 @@ def tables(cells: list[Cell], made: list[dict[str, Any]]) -> None:
         elif c["part"] == "size":
             built = f"built in {c['seconds_to_build']:.1f} s"
             out.print(f"{c['switches']} switches, {c['links']} links: {built}, check holds: {c['holds']}")
-    for c in made:
-        out.print(f"{'holds' if c['holds'] else 'FAILS'}  {c['name']}: {c['value']} (target {c['target']})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="about two minutes; every check, smaller samples")
-    parser.add_argument("--json", metavar="FILE", help="also write all cells and checks")
-    parser.add_argument("--parts", metavar="A,B", help=f"only some of {', '.join(PARTS)}")
-    arguments = parser.parse_args()
-    if unknown := set((arguments.parts or "costs").split(",")) - set(PARTS):
-        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    options = parser(__doc__ or "")
+    options.add_argument("--parts", metavar="A,B", help=f"only some of {', '.join(PARTS)}")
+    args = options.parse_args()
+    if unknown := set((args.parts or "costs").split(",")) - set(PARTS):
+        options.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     if why := kernel.missing():
         raise SystemExit(f"benchmarks/fabric.py: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was built is removed
     cells: list[Cell] = []
-    for part in arguments.parts.split(",") if arguments.parts else PARTS:
-        cells += PARTS[part](quick=arguments.quick)
-    made = checks(cells)
-    tables(cells, made)
-    if arguments.json:
-        import json
-
-        facts = {
-            "benchmark": "fabric",
-            "command": " ".join(["python", "benchmarks/fabric.py", *sys.argv[1:]]),
-            "machine": {
-                "processors": os.cpu_count(), "kernel": platform.release(), "machine": platform.machine(),
-                "load_average": os.getloadavg(), "emulated": True,
-            },
-            "cells": cells,
-            "checks": made,
-        }  # fmt: skip
-        write_text(arguments.json, json.dumps(facts, indent=1) + "\n")
+    for part in args.parts.split(",") if args.parts else PARTS:
+        cells += PARTS[part](quick=args.quick)
+    tables(cells)
+    finish("fabric", args, cells, checks(cells))
 
 
 if __name__ == "__main__":
