@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from common import Check, arguments, console, finish, quantiles
+from common import Check, console, finish, parser, quantiles
 from dovetail import measure
 from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, TableCost
@@ -49,7 +49,9 @@ MODELS = {"ResNet-50": "resnet50", "BERT-like": "hf:bert-base?layers=12&hidden=2
 
 
 def main() -> None:
-    args = arguments(__doc__ or "")
+    options = parser(__doc__ or "")
+    options.add_argument("--cell", metavar="'MODEL, REGIME'", help="only this cell, with five rounds, to look again")
+    args = options.parse_args()
     if reason := available():
         console.print(f"benchmarks/merge.py: {reason}")
         sys.exit(1)
@@ -60,12 +62,14 @@ def main() -> None:
     for model, spec in models.items():
         base = profile(model, spec)
         for regime in regimes:
+            if args.cell and args.cell != f"{model}, {regime.name}":
+                continue
             scaled = base.scaled(forward=regime.forward, backward=regime.backward)
             outcome = run(
                 scaled,
                 rivals,
                 Setting(ranks=RANKS, rate=RATE, latency=regime.latency),
-                rounds=2 if args.quick else 3,
+                rounds=2 if args.quick else 5 if args.cell else 3,
                 steps=2 if args.quick else 3,
                 tuning={"measure": 6, "steps": 2} if args.quick else {},
             )
