@@ -192,8 +192,8 @@ def probes(*, quick: bool) -> list[Cell]:
                         "part": "probes", "topology": plan.name, "switches": len(plan.switches), "failed": n,
                         "probes": report.probes, "delivered": report.delivered, "no_path": report.no_path,
                         "denied": report.denied, "violations": len(report.violations), "loops": len(report.loops),
-                        "lost": len(report.lost), "stretch": round(report.stretch, 4),
-                        "examples": (report.violations + report.loops + report.lost)[:3],
+                        "lost": len(report.lost), "less_preferred": len(report.less_preferred),
+                        "stretch": round(report.stretch, 4), "examples": report.faults[:3],
                     }
                 )  # fmt: skip
                 for link in fabric.failed():
@@ -316,9 +316,9 @@ def checks(cells: list[Cell]) -> list[Check]:
             medians, "dovetail: median ≤ 2", medians["dovetail"] <= 2,
         )  # fmt: skip
     if p := part("probes"):
-        total = {k: sum(c[k] for c in p) for k in ("probes", "violations", "loops", "lost")}
+        total = {k: sum(c[k] for c in p) for k in ("probes", "violations", "loops", "lost", "less_preferred")}
         kinds = len({c["topology"] for c in p})
-        clean = total["violations"] + total["loops"] + total["lost"] == 0
+        clean = not any(total[k] for k in total if k != "probes")
         add(
             "0 violations and 0 loops over ≥ 10,000 probes on ≥ 8 topologies with 0–5 failures",
             {**total, "topologies": kinds}, "0, 0, ≥ 10,000, ≥ 8", clean and total["probes"] >= 10_000 and kinds >= 8,

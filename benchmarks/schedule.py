@@ -49,7 +49,7 @@ def saturation(cells: Cells, checks: list[Check]) -> None:
     checks.append(
         Check("saturated homogeneous jobs, share of the bound (least of 18)", f"{found:.3f}", "≥ 0.97", found >= 0.97)
     )
-    show("saturated homogeneous jobs on 16 devices, in units of full gangs", cells, {
+    show("saturated homogeneous jobs on 16 devices, jigsaw-las, no switch cost, in units of full gangs", cells, {
         "workers": lambda c: str(c["k"]),
         "backward/forward": lambda c: f"{c['backward']:g}",
         "off-device share": lambda c: f"{c['off']:g}",

@@ -68,7 +68,7 @@ def check_packet(bench: Bench, tally: Tally, source: int, target: int, *, sport:
     best = oracle.best(alive, automaton, a, b)
     where = f"{topology.name} {automaton.name} {a}->{b} down {sorted(bench.failed)}: {out.walk}"
     tally.packets += 1
-    if out.looped or oracle.repeats(out.walk, automaton, len(bench.failed) + 1):
+    if out.looped or oracle.repeats(out.walk, automaton, len(bench.failed) + bool(bench.failed)):
         tally.faults.append(f"loop {where}")
     # One search per failure met, once more after forgetting beliefs, and one for every part of a long path.
     if out.searches > 2 * (len(bench.failed) + 1) + len(out.walk) // tables.CARRIED:

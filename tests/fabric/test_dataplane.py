@@ -164,6 +164,38 @@ def test_a_new_policy_is_whole_or_not_at_all_for_every_packet(fresh: Bench) -> N
     assert verdict == kernel.XDP_DROP and counted(fresh, "drop stale") == before + 1
 
 
+def test_every_single_store_of_an_installation_leaves_one_whole_policy_in_force(
+    fresh: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From no class with a port to one that denies a port, and back: each write leaves the old or the new."""
+    closed = {"from": "h0", "to": "h15", "port": 9, "deny": True}
+    written: list[tuple[bool, bool]] = []
+    store = kernel.update
+
+    def update(fd: int, key: bytes | int, value: bytes) -> None:
+        store(fd, key, value)
+        with monkeypatch.context() as quiet:
+            quiet.setattr(kernel, "update", store)
+            fresh._config = fresh.plane.config()
+            written.append((fresh.send(0, 15, dport=8).delivered, fresh.send(0, 15, dport=9).delivered))
+
+    for classes, before, after in (([closed], True, False), ([], False, True)):
+        written.clear()
+        made = compile_policy({"classes": classes}, TREE)
+        with monkeypatch.context() as watched:
+            watched.setattr(kernel, "update", update)
+            fresh.plane.install(TREE, made, grace=0)
+        fresh._config = fresh.plane.config()
+        assert len(written) > 60 and all(plain for plain, _ in written)
+        assert [denied for _, denied in written] == [before] * (len(written) - 1) + [after]
+
+
+def test_as_many_path_rules_as_the_compiler_lets_through_can_be_loaded(fresh: Bench) -> None:
+    policy(fresh, *({"from": "h0", "to": "h15", "port": n + 1, "max_hops": 10 + n} for n in range(62)))
+    assert len(fresh.policies.automata) == 63
+    assert fresh.send(0, 15, dport=62).delivered and fresh.send(1, 14).delivered
+
+
 def test_a_link_taken_out_of_the_topology_is_not_used(fresh: Bench) -> None:
     walk = fresh.send(0, 15, sport=5).walk
     gone = TREE.link_index[frozenset(walk[1:3])]
@@ -217,6 +249,32 @@ def test_belief_expires(fresh: Bench) -> None:
     fresh.send(15, 0)
     fresh.configure(life=10**9)
     assert fresh.plane.believed(7) == frozenset()
+
+
+def test_a_belief_that_is_over_does_not_come_back_with_the_next_one(fresh: Bench) -> None:
+    flows = {fresh.send(0, 15, sport=s).walk[-2]: s for s in range(1000, 1100)}
+    links = {agg: TREE.link_index[frozenset((agg, 7))] for agg in flows}
+    first, second = flows
+    fresh.configure(life=1)  # ns: over at once
+    fresh.fail(frozenset({links[first]}))
+    assert fresh.send(0, 15, sport=flows[first]).delivered
+    fresh.configure(life=10**9)
+    assert fresh.plane.believed(7) == frozenset()
+    fresh.fail(frozenset({links[second]}))
+    assert fresh.send(0, 15, sport=flows[second]).delivered
+    assert fresh.plane.believed(7) == {links[second]}
+
+
+def test_a_repaired_preference_is_taken_again_when_the_belief_is_over(fresh: Bench) -> None:
+    core = TREE.switch_index["core0"]
+    policy(fresh, {"from": "h0", "to": "h15", "prefer": "core0"})
+    assert core in fresh.send(0, 15).walk
+    fresh.fail(frozenset(i for i, k in enumerate(TREE.links) if core in (k.a, k.b)))
+    assert fresh.send(0, 15).delivered and fresh.send(15, 0).delivered
+    fresh.fail(frozenset())
+    assert fresh.send(0, 15).delivered  # perhaps still on the second best
+    fresh.plane.forget(TREE)
+    assert core in fresh.send(0, 15).walk
 
 
 def test_a_class_that_no_path_can_serve_stops_exploring(fresh: Bench) -> None:

@@ -161,12 +161,30 @@ def test_deny_by_class_and_by_default() -> None:
         ([{"from": "h0", "to": "h1", "vai": "core0"}], "classes[0].vai: unknown field"),
         ([{"from": "h0", "to": "h1", "max_hops": "few"}], "classes[0].max_hops: expected 0 to 511, got 'few'"),
         ([{"to": "h1"}], "classes[0].from: missing"),
+        ([{"from": "h0", "to": []}], "classes[0].to: expected at least one name, got none"),
+        ([{"from": "h0", "to": "h1", "via": [[]]}], "classes[0].via[0]: expected at least one name, got none"),
+        ([{"from": "h0", "to": "h1", "prefer": 5}], "classes[0].prefer[0]: '5' matches nothing"),
+        ([{"from": "h0", "to": "h1", "deny": "no"}], "classes[0].deny: expected true or false, got 'no'"),
+        ([{"from": "h0", "to": "h1", "both_ways": 0}], "classes[0].both_ways: expected true or false, got 0"),
+        (
+            [{"from": "h0", "to": "h7", "port": n + 1, "max_hops": 10 + n} for n in range(63)],
+            "classes: expected at most 63 different path rules, got 64",
+        ),
     ],
 )
 def test_contradictions_and_impossible_policies_are_one_line(classes: list[dict[str, Any]], line: str) -> None:
     with pytest.raises(InputError) as caught:
         compiled(*classes)
     assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_policy_that_is_no_mapping_or_too_large_is_one_line() -> None:
+    for document in (5, "text", ["x"]):
+        with pytest.raises(InputError, match="policy: expected a mapping"):
+            compile_policy(document, TREE)  # type: ignore[arg-type]
+    wide = shapes.ring(200)
+    with pytest.raises(InputError, match="tell too many hosts and ports apart: 40000 entries"):
+        compile_policy({"tenants": {f"t{i}": [f"h{i}"] for i in range(200)}}, wide)
 
 
 def test_a_policy_that_can_strand_packets_warns() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import networkx as nx
@@ -9,7 +11,7 @@ import pytest
 
 from dovetail.core.errors import Error, InputError
 from dovetail.fabric import shapes
-from dovetail.fabric.topology import load
+from dovetail.fabric.topology import load, match
 
 ZOO = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "topologies"
 GOOD = """
@@ -47,6 +49,11 @@ def test_a_yaml_file_becomes_switches_links_and_hosts(tmp_path: Path) -> None:
         (("h1: {switch: c, rate: 1gbit}", "h0: c"), "h0 is there twice"),
         (("rate: 10gbit", "rate: fast"), "links[1].rate: expected a rate such as 10gbit or 500mbit, got 'fast'"),
         (("h1:", "b:"), "hosts: b is also the name of a switch"),
+        (("name: lab", "mtu: .inf"), "mtu: expected a whole number of bytes, got inf"),
+        (("name: lab", "polcy: {}"), "polcy: unknown field; expected one of name, mtu, switches, links, hosts, policy"),
+        (("rate: 10gbit", "rat: 10gbit"), "links[1].rat: unknown field; expected one of ends, rate"),
+        (("rate: 1gbit", "speed: 1gbit"), "hosts.h1.speed: unknown field; expected one of switch, rate"),
+        ((GOOD, "switches: [a]\nlinks: []"), "links: expected at least one link or host"),
         (("name: lab", "mtu: 99999"), "mtu: expected 1280 to 9000 bytes, got 99999"),
         (("switches: [a, b, c]", ""), "switches: expected a list, got nothing"),
         (("links:", "links: ["), "expected valid YAML"),
@@ -85,6 +92,7 @@ def test_shapes_in_yaml_equal_the_functions(tmp_path: Path) -> None:
         ("{kind: fat-tree}", "shape.k: missing"),
         ("{kind: fat-tree, k: 5}", "shape.k: expected an even number"),
         ("{kind: ring, size: 6, k: 3}", "shape.k: unknown field"),
+        ("{kind: fat-tree, k: 2000}", "shape: expected at most 512 switches, got 5000000"),
     ):
         with pytest.raises(InputError, match=line.replace("[", r"\[").replace(".", r"\.")):
             load(write(tmp_path, f"shape: {text}\n"))
@@ -94,10 +102,29 @@ def test_links_are_found_by_name_even_where_names_hold_hyphens(tmp_path: Path) -
     made = load(write(tmp_path, "switches: [x-1, x-2, y]\nlinks: [[x-1, x-2], [x-2, y]]\nhosts: {h: y}\n"))
     assert made.find_link("x-1-x-2") == made.find_link("x-2-x-1") == 0
     assert made.find_link("y-x-2") == 1
+    both = load(write(tmp_path, "switches: [a, b-c, a-b, c]\nlinks: [[a-b, c], [b-c, c], [a, c]]\nhosts: {h: c}\n"))
+    assert both.find_link("a-b-c") == 0  # and not the link between a and b-c, which does not exist
     with pytest.raises(Error, match="no link between x-1 and y"):
         made.find_link("x-1-y")
     with pytest.raises(Error, match="expected a link as SWITCH-SWITCH"):
         made.find_link("nonsense")
+
+
+def test_names_are_what_was_written_even_where_they_look_like_something_else(tmp_path: Path) -> None:
+    made = load(write(tmp_path, "switches: [2026-11-15, 'x[1]']\nlinks: [[2026-11-15, 'x[1]']]\nhosts: {h: 'x[1]'}\n"))
+    assert made.switches == ("2026-11-15", "x[1]")
+    assert match(made.switches, ["x[1]"], file="f", place="p") == [1]
+
+
+def test_without_the_extra_the_fabric_says_in_one_line_what_to_install() -> None:
+    for absent in ("networkx", "yaml"):
+        script = f"import sys; sys.modules[{absent!r}] = None; from dovetail.cli.app import main; main()"
+        for arguments in (["fabric", "up", "x.yaml"], ["fabric", "down"], ["demo", "--fabric"]):
+            done = subprocess.run(
+                [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 1 and not done.stdout
+            assert done.stderr == "dovetail: the fabric needs dovetail[fabric]: pip install 'dovetail[fabric]'\n"
 
 
 def test_a_gml_file_with_parallel_links_and_equal_labels_is_read(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dovetail.core.job import Job, Phase, Shape, Stage
 from dovetail.planning.dispatch import Resident, pick
 from dovetail.planning.pack import Cluster, Devices, Rules, admit, open_devices, spread, why
 from dovetail.planning.partition import part_of, partition
-from dovetail.planning.priority import Standing, chosen, rank
+from dovetail.planning.priority import Standing, chosen, classes, rank
 from dovetail.planning.repack import crowded, narrow, relocate, widen
 from dovetail.planning.schedulers import POLICIES, policy
 
@@ -130,6 +130,18 @@ def test_a_waiting_job_is_told_what_it_lacks(held: list[Shape], wanted: Shape, r
     assert why(devices, wanted, rules).startswith(reason)
 
 
+def test_background_jobs_keep_only_each_other_waiting() -> None:
+    devices, rules = Devices(Cluster(devices=1, node=1, device_bytes=100)), Rules(duty_cap=2.0)
+    for key in (0, 1):
+        devices.add(key, shape(device=0.9), [0], background=True)
+    assert admit(devices, shape(device=0.9), rules, background=True) is None
+    assert "duty" in why(devices, shape(device=0.9), rules, background=True)
+    assert admit(devices, shape(device=0.9), rules) == [0]
+    devices.replace(1, shape(device=0.8), [0])
+    assert devices.firm[0] == 0.0, "it stays a background job in another shape"
+    assert admit(devices, shape(persistent=70, device=0.1), rules) is None, "memory is held by whoever holds it"
+
+
 def test_whole_nodes_are_left_whole() -> None:
     devices = Devices(Cluster(devices=8, node=4, device_bytes=100))
     first = admit(devices, shape(), Rules())
@@ -158,6 +170,35 @@ def test_orders_say_who_goes_first() -> None:
     assert rank("turns", old, now=11.0) < rank("turns", new, now=11.0)
     filler = Standing(serial=2, arrival=0.0, total=1, shape=shape(), background=True)
     assert all(rank(o, filler) > rank(o, old) for o in ("fifo", "srpt", "las"))  # type: ignore[arg-type]
+
+
+def test_a_gang_is_charged_for_the_time_that_it_holds_its_devices() -> None:
+    busy = Standing(serial=0, arrival=0.0, total=10, shape=shape(device=1.0))
+    waits = Standing(serial=1, arrival=0.0, total=20, shape=shape(device=0.1))  # for input, most of each second
+    assert rank("srpt", waits) < rank("srpt", busy)
+    assert rank("srsf", busy) < rank("srsf", waits)
+
+
+def test_fewer_workers_do_not_make_the_work_that_is_left_less() -> None:
+    job = Job(name="j", phases=(Phase(iterations=10, workers=4, min_workers=1),), forward=1.0)
+    full, narrow = (Standing(serial=0, arrival=0.0, total=10, shape=job.shape(0, w)) for w in (4, 1))
+    assert rank("srpt", full) == rank("srpt", narrow) and rank("srsf", full) == rank("srsf", narrow)
+    assert rank("cp", narrow) < rank("cp", full)
+
+
+def test_a_slice_that_is_over_gives_way_to_whoever_waits() -> None:
+    first = Standing(serial=0, arrival=0.0, total=10, shape=shape())
+    second = Standing(serial=1, arrival=5.0, total=10, shape=shape())
+    first.slice_end = 60.0
+    assert rank("turns", first, now=59.0) < rank("turns", second, now=59.0)
+    assert rank("turns", second, now=60.0) < rank("turns", first, now=60.0)
+    first.turn, first.slice_end = 60.0, float("-inf")
+    assert rank("turns", second, now=70.0) < rank("turns", first, now=70.0), "its turn is over until the other's is"
+
+
+def test_classes_of_service_divide_the_jobs_there_are() -> None:
+    assert classes(float(i) for i in range(101)) == (50.0, 90.0)
+    assert classes([7.0]) == (7.0, 7.0)
 
 
 @given(st.lists(st.integers(1, 5), max_size=8), st.integers(1, 10), st.booleans())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -81,6 +82,9 @@ def test_a_report_counts_what_a_person_would_count() -> None:
     assert r.load == pytest.approx(20 / 5)
     assert [g.name for g in r.groups] == ["all", "1 worker"]
     assert r.throughput == pytest.approx(1.0)
+    together = [msgspec.structs.replace(j, arrival=0.0) for j in jobs]
+    r = report(simulate(together, Cluster(devices=4), policy("gang-fifo"), level="task", costs=EXACT))
+    assert r.throughput == pytest.approx(20 / (4 * 10)), "nobody waited"
 
 
 def test_finish_time_fairness_is_one_on_an_equal_share() -> None:
@@ -88,7 +92,15 @@ def test_finish_time_fairness_is_one_on_an_equal_share() -> None:
     fair = fairness(np.array([0.0, 0.0]), np.array([20.0, 20.0]), np.array([10.0, 10.0]), np.array([1, 1]), 1)
     assert fair == pytest.approx([1.0, 1.0])
     unfair = fairness(np.array([0.0, 0.0]), np.array([10.0, 20.0]), np.array([10.0, 10.0]), np.array([1, 1]), 1)
-    assert unfair[0] < 1 < unfair[1] * 1.5
+    assert unfair == pytest.approx([0.5, 4 / 3])
+
+
+def test_jitter_alone_is_not_unfair() -> None:
+    jobs = mix(20, 0, iterations=0.3)
+    r = report(simulate(jobs, Cluster(devices=256), policy("gang-fifo-backfill"), level="task"))
+    assert r.all.slowdown > 1.01 and r.all.unfair == 0.0
+    crowd = report(simulate(jobs, Cluster(devices=8), policy("gang-fifo"), level="task"))
+    assert crowd.all.unfair > 0.2
 
 
 def test_jigsaw_carries_more_than_gangs_and_gangs_no_more_than_one() -> None:
@@ -97,6 +109,23 @@ def test_jigsaw_carries_more_than_gangs_and_gangs_no_more_than_one() -> None:
     shared = capacity(jobs, CLUSTER, policy("jigsaw"), depths="ladder", count=300, steps=4).load
     assert 0.8 < gang < 1.1
     assert shared > 1.3 * gang
+
+
+def test_capacity_is_found_beyond_where_it_is_looked_for() -> None:
+    waits = [Job(name="j", phases=(Phase(iterations=100, workers=1),), forward=0.1, off_device=0.9)]
+    four = capacity(waits, Cluster(devices=8), policy("jigsaw"), count=200, steps=3).load
+    assert four > 2.5, "four residents on each device"
+    one = capacity(waits, Cluster(devices=8), policy("gang-fifo"), count=200, steps=3, low=2.0, high=2.2).load
+    assert one < 1.5
+
+
+def test_a_window_without_arrivals_is_refused() -> None:
+    jobs = [
+        Job(name=n, arrival=at, phases=(Phase(iterations=1, workers=1),), forward=1.0)
+        for n, at in (("first", 0.0), ("last", 100.0))
+    ]
+    with pytest.raises(Error, match=r"window 0.2..0.8: expected a part of the arrivals with jobs"):
+        simulate(jobs, CLUSTER, policy("jigsaw"), window=(0.2, 0.8))
 
 
 def test_loads_and_samples_are_what_they_are_called() -> None:
@@ -128,6 +157,9 @@ def test_a_job_that_can_never_run_is_named() -> None:
     big = Job(name="big", phases=(Phase(iterations=1, workers=64),), forward=1.0)
     with pytest.raises(Error, match="'big' needs 64 devices, the cluster has 32"):
         simulate([big], CLUSTER, policy("jigsaw"))
+    grows = Job(name="grows", phases=(Phase(iterations=1, workers=1), Phase(iterations=1, workers=64)), forward=1.0)
+    with pytest.raises(Error, match="'grows' needs 64 devices"):
+        simulate([grows], CLUSTER, policy("jigsaw"))
     heavy = replace(CLUSTER, device_bytes=10)
     job = Job(name="heavy", phases=(Phase(iterations=1, workers=1),), forward=1.0, persistent_bytes=11)
     with pytest.raises(Error, match="'heavy' needs 11 bytes"):

@@ -15,6 +15,7 @@ from dovetail.planning.pack import Cluster
 from dovetail.planning.schedulers import POLICIES, policy
 from dovetail.simulate.cluster import EXACT, Costs, Outcome, simulate
 from dovetail.simulate.cluster.bounds import bounds, saturated_bound
+from dovetail.simulate.cluster.run import Level
 
 from .cluster_jobs import SMALL, jobs
 
@@ -67,6 +68,12 @@ def check_invariants(outcome: Outcome, cluster: Cluster) -> None:
         if not job.stages:  # elastic or not, every worker's share of every iteration was done, up to one iteration
             tasks = sum(len(rounds[name][r]) for r in ran)
             assert work <= tasks < work + max(p.workers for p in job.phases) * len(job.phases)
+        else:
+            wanted = [(i, s) for i in range(job.iterations) for s in range(stages)]
+            assert ran == wanted
+            assert all(len(rounds[name][i, s]) == job.stages[s].workers for i, s in wanted)
+    ran_once = {(t.job, t.iteration, t.stage, t.worker) for t in schedule.tasks}
+    assert len(ran_once) == len(schedule.tasks), "a worker's task ran twice"
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -84,7 +91,7 @@ def test_every_policy_keeps_the_invariants(name: str, workload: list[Job], jitte
     costs = Costs(jitter=jitter, switch=0.01, restart=0.1, move=0.05)
     outcome = simulate(workload, SMALL, chosen, level="task", costs=costs, record=True)
     check_invariants(outcome, SMALL)
-    if not jitter and not any(j.phases[0].min_workers for j in workload):
+    if not jitter:
         limit = bounds(workload, SMALL.devices)
         assert outcome.makespan >= limit.makespan - 1e-6
         completion = sum(outcome.finish) / len(workload) - sum(j.arrival for j in workload) / len(workload)
@@ -95,9 +102,14 @@ def test_every_policy_keeps_the_invariants(name: str, workload: list[Job], jitte
 @given(workload=jobs())
 @settings(max_examples=100)
 def test_the_fluid_level_finishes_the_same_jobs_and_respects_the_bounds(name: str, workload: list[Job]) -> None:
-    outcome = simulate(workload, SMALL, policy(name), level="fluid", costs=EXACT)
+    chosen = policy(name)
+    outcome = simulate(workload, SMALL, chosen, level="fluid", costs=EXACT)
     assert all(outcome.finish < float("inf"))
     assert all(f >= j.arrival for f, j in zip(outcome.finish, outcome.jobs, strict=True))
+    limit = bounds(workload, SMALL.devices)
+    assert outcome.makespan >= limit.critical_path - 1e-6
+    # Rates of jobs that share are measured over a few iterations: what they add up to is a little rough.
+    assert outcome.makespan >= limit.area * (0.9 if chosen.shares else 1.0) - 1e-6
 
 
 @given(k=st.integers(1, 8), f=st.integers(1, 64), b=st.integers(1, 64))
@@ -177,6 +189,14 @@ def test_background_jobs_fill_the_gaps_of_a_burst_job_and_do_not_slow_it() -> No
     assert slowed.finish[0] > burst.alone() + 1
 
 
+def test_a_job_does_not_wait_for_background_jobs() -> None:
+    fillers = [one(f"filler {i}", iterations=200, background=True) for i in range(2)]
+    late = one("late", iterations=20, arrival=50.5)
+    outcome = simulate([*fillers, late], replace(ROOMY, devices=1), policy("jigsaw"), level="task", costs=EXACT)
+    assert outcome.start[2] == 50.5
+    assert outcome.finish[2] == pytest.approx(71.0), "after the task that was running"
+
+
 def test_an_elastic_job_gives_workers_to_a_waiting_job_and_takes_them_back() -> None:
     elastic = Job(name="elastic", phases=(Phase(iterations=40, workers=4, min_workers=2),), forward=1.0)
     rigid = one("rigid", workers=2, iterations=5, arrival=3.5)
@@ -195,3 +215,42 @@ def test_a_phase_with_fewer_workers_frees_its_devices() -> None:
     outcome = simulate([late, waiting], replace(ROOMY, devices=4), policy("gang-fifo"), level="task", costs=EXACT)
     assert outcome.start[1] == pytest.approx(5.0)
     assert outcome.finish[0] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("level", ["task", "fluid"])
+def test_time_slices_alternate(level: Level) -> None:
+    pair = [one(n, iterations=300) for n in ("first", "second")]
+    outcome = simulate(pair, replace(ROOMY, devices=1), policy("gandiva-timeslice"), level=level, costs=EXACT)
+    leases = outcome.schedule().leases
+    assert [lease.job for lease in leases[:8]] == ["first", "second"] * 4
+    assert all(50 <= lease.stop - lease.start <= 62 for lease in leases[:8])
+    assert abs(outcome.finish[0] - outcome.finish[1]) <= 62 and outcome.makespan == pytest.approx(600.0)
+
+
+@pytest.mark.parametrize("level", ["task", "fluid"])
+def test_least_attained_service_lets_a_short_job_pass_a_long_one(level: Level) -> None:
+    """Also where the long one hardly uses the devices that it holds."""
+    for device in (1.0, 0.05):
+        long = one("long", iterations=400, f=device, s=1.0 - device)
+        short = one("short", iterations=20, arrival=100.0)
+        for chosen in (policy("tiresias-las"), replace(policy("tiresias-las"), thresholds=(50.0,))):
+            outcome = simulate([long, short], replace(ROOMY, devices=1), chosen, level=level, costs=EXACT)
+            assert outcome.finish[1] <= 122.0
+
+
+def test_a_gang_that_cannot_be_widened_again_starts_at_full_width() -> None:
+    rigid = one("rigid", workers=3, iterations=5)
+    elastic = Job(name="elastic", phases=(Phase(iterations=9, workers=4, min_workers=1),), forward=1.0)
+    cluster = replace(ROOMY, devices=4)
+    outcome = simulate([rigid, elastic], cluster, policy("gang-fifo-backfill"), level="task", costs=EXACT)
+    assert outcome.start[1] == pytest.approx(5.0) and outcome.finish[1] == pytest.approx(14.0)
+
+
+@pytest.mark.parametrize("level", ["task", "fluid"])
+def test_workers_on_one_device_take_turns(level: Level) -> None:
+    """A phase of sixteen workers begins while every other device is held."""
+    grows = Job(name="grows", phases=(Phase(iterations=1, workers=1), Phase(iterations=5, workers=16)), forward=1.0)
+    others = [one(str(i), iterations=1000) for i in range(15)]
+    cluster = replace(ROOMY, devices=16)
+    outcome = simulate([grows, *others], cluster, policy("gang-fifo"), level=level, costs=EXACT)
+    assert outcome.finish[0] == pytest.approx(1 + 5 * 16)

@@ -71,9 +71,40 @@ def test_pollux_rows_take_their_step_from_the_tightest_measured_placement(tmp_pa
         read_trace(path)
 
 
+def test_bad_files_beside_a_trace_get_one_line_too(tmp_path: Path) -> None:
+    path = write(tmp_path, "name,time,application,num_replicas,batch_size\nbert-0,10,bert,8,256\n")
+    scaled = "num_nodes,num_replicas,local_bsz,step_time,sync_time\n8,8,32,0.8,0.4\n"
+    placed = "placement,local_bsz,step_time,sync_time\n4x,32,0.5,0.1\n"
+    write(tmp_path, scaled, "bert-scalability.csv")
+    write(tmp_path, placed, "bert-placements.csv")
+    with pytest.raises(Error, match=r"bert-placements.csv: line 2, placement: expected one digit for each node"):
+        read_trace(path)
+    write(tmp_path, scaled.replace("step_time", "seconds"), "bert-scalability.csv")
+    with pytest.raises(Error, match=r"bert-scalability.csv: line 1: expected a column step_time"):
+        read_trace(path)
+    write(tmp_path, "[1, 2]", "simulation_throughputs.json")
+    with pytest.raises(Error, match="expected throughputs of this device, got list"):
+        read_trace(write(tmp_path, "GAN\tpython\t-n\t1\t10\t0.0\t1\n", "b.trace"))
+
+
+def test_a_spreadsheets_mark_at_the_beginning_is_not_part_of_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "excel.csv"
+    path.write_text("arrival,workers,duration\n3,2,100\n", encoding="utf-8-sig")
+    assert len(read_trace(path).jobs) == 1
+
+
 def test_an_operators_three_columns_are_enough(tmp_path: Path) -> None:
     (job,) = read_trace(write(tmp_path, "arrival,workers,duration\n3,2,100\n")).jobs
     assert (job.arrival, job.workers) == (0.0, 2) and job.alone() == pytest.approx(100.0)
+
+
+def test_whatever_is_assumed_is_told(tmp_path: Path) -> None:
+    short = read_trace(write(tmp_path, "arrival,workers,duration\n3,2,100\n")).assumed
+    assert "iterations of 0.4 s, 85% of it on the device" in short and "4 GiB more while a task runs" in short
+    known = "arrival,workers,iterations,forward,backward"
+    assert read_trace(write(tmp_path, known + "\n0,1,9,1,2\n")).assumed.startswith("no time off the device; 1.5 GiB")
+    whole = known + ",off_device,persistent_bytes,ephemeral_bytes\n0,1,9,1,2,0,1,1\n"
+    assert not read_trace(write(tmp_path, whole)).assumed
 
 
 def test_our_own_format_says_everything_a_job_can_be(tmp_path: Path) -> None:
@@ -96,6 +127,10 @@ def test_our_own_format_says_everything_a_job_can_be(tmp_path: Path) -> None:
         (PHILLY + "\n2017-10-09 07:01:55,66,1,66,a\n", "line 2: expected a row, got an empty line"),
         (MURI + "7,4,2000,many,bert,4,9500,0,190,0.5,163,18,0\n", "line 2, iterations: expected a whole number"),
         ("arrival,workers,duration\n-1,2,5\n", "line 2, arrival: expected a number of at least 0, got '-1'"),
+        ("arrival,workers,duration\n1,2,1e308\n", "line 2, duration: expected a number of at most 1e+12"),
+        ("arrival,workers,duration\n1,99999999999,5\n", "line 2, workers: expected a whole number of at most"),
+        ("arrival,workers,duration\n" + "9" * 5000 + ",1,5\n", "line 2, arrival: expected a number of at least 0"),
+        ("x" * 200_000 + "\n", "line 1: expected comma-separated values"),
         ("arrival,workers,duration,min_workers\n1,2,5,3\n", "line 2, min_workers: expected at most workers = 2"),
         ("arrival,workers,duration,background\n1,2,5,maybe\n", "line 2, background: expected yes or no, got 'maybe'"),
         ("arrival,workers,gpu,duration\n1,2,5,3\n", "line 1, gpu: unknown column"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from typer.testing import CliRunner
 
 from dovetail.cli.scheduling import ScheduleCommand, numbers, schedule
 from dovetail.core.errors import Error
-from dovetail.view.schedule import span
+from dovetail.planning.pack import Cluster
+from dovetail.simulate.cluster.study import contenders, study
+from dovetail.simulate.traces import read_trace
+from dovetail.view.schedule import span, verdict
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command(cls=ScheduleCommand)(schedule)
@@ -40,6 +44,15 @@ def test_an_operators_csv_is_answered_in_80_columns(trace: Path) -> None:
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
+def test_the_verdict_is_that_of_all_samples(trace: Path) -> None:
+    who = contenders("jigsaw,gang-fifo-backfill", spb="ladder")
+    cells = study(read_trace(trace).jobs, Cluster(devices=16), who, loads=[0.9], samples=2, level="fluid")
+    turned = [replace(c, reports=c.reports[::-1]) for c in cells]
+    assert verdict(*turned) == verdict(*cells)
+    first = [replace(c, reports=c.reports[:1]) for c in cells]
+    assert verdict(*first) != verdict(*cells)
+
+
 def test_where_sharing_gives_nothing_the_answer_says_so(trace: Path) -> None:
     out = run(trace, "--devices", "400")
     assert "mean completion the same, makespan the same; no gain for jobs of 1 worker, 2-4, 5-8" in " ".join(
@@ -62,7 +75,7 @@ def test_pictures_and_the_gantt_are_written(trace: Path, tmp_path: Path) -> None
     assert png.read_bytes().startswith(b"\x89PNG")
     events = json.loads(gantt.read_text())["traceEvents"]
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert "device 0 · jigsaw (predicted)" in names
+    assert {"device 0 · jigsaw at load 0.5 (predicted)", "device 0 · jigsaw at load 1 (predicted)"} <= names
     assert any(e.get("cat") == "task" for e in events)
 
 
@@ -70,11 +83,18 @@ def test_pictures_and_the_gantt_are_written(trace: Path, tmp_path: Path) -> None
     ("arguments", "line"),
     [
         (["--load", "many"], "--load: expected loads such as 0.5..1.2 or 0.5,0.9, got 'many'"),
+        (["--load", "1.2..0.5"], "--load: expected loads such as"),
+        (["--load", "0.5..1e9"], "--load: expected loads such as"),
+        (["--load", "0.5..inf"], "--load: expected loads such as"),
+        (["--memory", "inf"], "--memory: expected a finite number, got inf"),
+        (["--restart", "inf"], "--restart: expected a finite number, got inf"),
+        (["--window", "0.501..0.502"], "window 0.501..0.502: expected a part of the arrivals with jobs"),
         (["--window", "0.8..0.2"], "--window: expected a range within 0..1"),
         (["--policy", "magic"], "policy 'magic': expected one of jigsaw"),
         (["--devices", "4"], "needs 7 devices, the cluster has 4: see --clip"),
         (["--samples", "2"], "several samples need a load"),
         (["--shape", "round"], "shape 'round': expected one of gpu-bound"),
+        (["--perfetto", "/nowhere/gantt.json"], "/nowhere"),
         (["--png", "x.png"], "--png draws load curves: give --load"),
     ],
 )
@@ -101,4 +121,6 @@ def test_help_lists_the_policies() -> None:
 
 def test_numbers_and_times_read_as_people_write_them() -> None:
     assert numbers("--load", "0.5..0.75") == [0.5, 0.6, 0.7, 0.75]
+    assert numbers("--load", "0.5..0.77") == [0.5, 0.6, 0.7, 0.77]
+    assert numbers("--load", "0.5..1.2") == [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2]
     assert [span(x) for x in (4.5, 738, 11520, 950400)] == ["4.50 s", "12.3 min", "3.20 h", "11.0 d"]

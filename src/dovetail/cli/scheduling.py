@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "small-cluster.csv"
 BASELINE = "gang-fifo-backfill"
+LEAST_LOAD, MOST_LOAD = 0.01, 100.0
 
 
 class ScheduleCommand(TyperCommand):
@@ -34,7 +36,7 @@ def schedule(
     trace: Annotated[
         Path | None, typer.Argument(metavar="[TRACE]", help="A trace; default: a small one of our own.")
     ] = None,
-    devices: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")] = 64,
+    devices: Annotated[int, typer.Option(min=1, max=1_000_000, help="Devices of the cluster.")] = 64,
     policy: Annotated[
         str, typer.Option(metavar="NAME,…", help="Policies; a suffix :full, :ladder or :late sets the depths of one.")
     ] = f"jigsaw,{BASELINE}",
@@ -86,11 +88,17 @@ def schedule(
     from dovetail.simulate.cluster.workload import clipped
     from dovetail.simulate.traces import Assumed, TraceError, read_trace
 
+    finite(memory=memory, duty_cap=duty_cap or 0.0, switch=switch, jitter=jitter, restart=restart, iteration=iteration)
     source = trace or SHIPPED
     loads = numbers("--load", load) if load else []
     low, high = bounds("--window", window)
+    if png and not loads:
+        raise Error("--png draws load curves: give --load 0.5..1.2")
+    for path in (png, perfetto):
+        if path:
+            shell.writable(path)
     who = contenders(policy, spb=spb, duty_cap=duty_cap)
-    cluster = Cluster(devices=devices, node=node, device_bytes=int(memory * 2**30))
+    cluster = Cluster(devices=devices, node=min(node, devices), device_bytes=int(memory * 2**30))
     costs = Costs(jitter=jitter, switch=switch, restart=restart)
     try:
         found = read_trace(source, assumed=Assumed(shape=shape, iteration=iteration))
@@ -124,14 +132,15 @@ def schedule(
     if png:
         from dovetail.view.schedule import curves_png
 
-        if not loads:
-            raise Error("--png draws load curves: give --load 0.5..1.2")
         curves_png(cells, png, title=f"{found.name}, {devices} devices")
         shell.wrote(png)
     if perfetto:
+        import msgspec
+
         from dovetail.view import perfetto as writer
 
-        writer.write([c.outcome.schedule().timeline() for c in cells], perfetto)
+        timelines = [msgspec.structs.replace(c.outcome.schedule().timeline(), name=c.name) for c in cells]
+        writer.write(timelines, perfetto)
         shell.wrote(perfetto)
     if json:
         shell.emit(
@@ -182,18 +191,27 @@ def bounds(option: str, text: str) -> tuple[float, float]:
     return low, high
 
 
+def finite(**options: float) -> None:
+    """A number that a user may have written as inf or nan."""
+    for name, value in options.items():
+        if not math.isfinite(value):
+            raise Error(f"--{name.replace('_', '-')}: expected a finite number, got {value}")
+
+
 def numbers(option: str, text: str) -> list[float]:
     """A list "0.5,0.8" or a range "0.5..1.2" in steps of a tenth."""
     try:
         if ".." in text:
+            found = []
             first, last = (float(x) for x in text.split("..", 1))
-            found = [round(first + 0.1 * i, 6) for i in range(round((last - first) / 0.1) + 1)] if first <= last else []
-            if found and found[-1] < last - 1e-6:
-                found.append(last)
+            if LEAST_LOAD <= first <= last <= MOST_LOAD:
+                found = [round(first + 0.1 * i, 6) for i in range(math.floor((last - first) / 0.1 + 1e-6) + 1)]
+                if found[-1] < last - 1e-6:
+                    found.append(last)
         else:
             found = [float(x) for x in text.split(",")]
     except ValueError:
         found = []
-    if not found or any(not 0.01 <= x <= 100 for x in found):
+    if not found or any(not LEAST_LOAD <= x <= MOST_LOAD for x in found):
         raise Error(f"{option}: expected loads such as 0.5..1.2 or 0.5,0.9, got {text!r}")
     return found

@@ -158,6 +158,11 @@ class Shape:
     duty: float
     """The share of each of `width` devices that it uses then."""
 
+    @property
+    def held(self) -> float:
+        """Device-seconds for which a gang holds its devices."""
+        return self.period * self.width
+
 
 @lru_cache(maxsize=100_000)
 def _shape(

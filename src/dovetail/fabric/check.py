@@ -6,6 +6,7 @@ proves its own walk, and what does not arrive must be a drop that some switch co
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -23,6 +24,8 @@ from .emulate import HOST_DEVICE, Fabric
 
 BATCH = 48
 """Probes under way at once: well below the 256 frames that a port's ring holds."""
+PORT = 9
+"""Destination of a probe unless a class asks for another: "discard"."""
 PATIENCE = 2.0
 """Seconds after which a probe that neither arrived nor was counted as dropped is missing."""
 
@@ -42,12 +45,18 @@ class Report:
     loops: list[str] = dataclasses.field(default_factory=list)
     lost: list[str] = dataclasses.field(default_factory=list)
     """Not delivered although a compliant path survives, or not accounted for."""
+    less_preferred: list[str] = dataclasses.field(default_factory=list)
+    """Delivered on a path that the policy likes less than one that survives."""
     hops: int = 0
     best_hops: int = 0
 
     @property
+    def faults(self) -> list[str]:
+        return [*self.violations, *self.loops, *self.lost, *self.less_preferred]
+
+    @property
     def holds(self) -> bool:
-        return not (self.violations or self.loops or self.lost)
+        return not self.faults
 
     @property
     def stretch(self) -> float:
@@ -83,7 +92,7 @@ class Prober:
         self.close()
 
     def send(
-        self, wanted: Sequence[tuple[int, int, int]], *, v6: bool = False, dport: int = 9
+        self, wanted: Sequence[tuple[int, int, int]], *, v6: bool = False, dport: int = PORT
     ) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Sends probes (source, target, flow); returns (host, walk) for those that arrived, by position."""
         arrived: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -131,38 +140,53 @@ class Prober:
 def check(
     fabric: Fabric, *, flows: int = 2, most: int = 20_000, seed: int = 0, v6: bool = False, prober: Prober | None = None
 ) -> Report:
-    """Probes every ordered pair of hosts, `flows` flows each (a random sample where that is more than `most`)."""
+    """Probes every ordered pair of hosts, `flows` flows each (a random sample where that is more than `most`).
+
+    A pair that has a class of its own for some port is probed on that port too.
+    """
     topology = fabric.topology
     if len(topology.hosts) < 2:
         raise Error(f"{topology.name}: checking needs at least two hosts")
     pairs = [(a, b) for a, b in itertools.permutations(range(len(topology.hosts)), 2)]
-    wanted = [(a, b, flow * 7919 + seed) for a, b in pairs for flow in range(flows)]
+    ports = {PORT: pairs} | {
+        port: [p for p in pairs if fabric.policies.has_class(*p, port)]
+        for port in sorted(fabric.policies.ports - {PORT})
+    }
+    wanted = [(port, a, b, flow * 7919 + seed) for port in ports for a, b in ports[port] for flow in range(flows)]
     if len(wanted) > most:
         wanted = random.Random(seed).sample(wanted, most)
     down = fabric.failed()
     time.sleep(1.2 * PAUSE)  # classes that rest since before a link came back
-    if prober:
-        arrived = prober.send(wanted, v6=v6)
-    else:
-        with Prober(fabric) as own:
-            arrived = own.send(wanted, v6=v6)
-    return judge(fabric, wanted, arrived, down)
+    # A link that came back within the last second may still be believed failed, and a worse path be taken for it.
+    outdated = any(fabric.plane.believed(s) - down for s in range(len(topology.switches)))
+    report = Report()
+    with contextlib.ExitStack() as stack:
+        sender = prober or stack.enter_context(Prober(fabric))
+        for port in ports:
+            group = [(a, b, flow) for p, a, b, flow in wanted if p == port]
+            judge(report, fabric, group, sender.send(group, v6=v6, dport=port), down, port=port)
+    if outdated:
+        report.less_preferred.clear()
+    return report
 
 
 def judge(
+    report: Report,
     fabric: Fabric,
     wanted: Sequence[tuple[int, int, int]],
     arrived: dict[int, tuple[int, tuple[int, ...]]],
     down: frozenset[int],
-) -> Report:
-    """Compares what arrived with the oracle on the graph that survives `down`."""
+    *,
+    port: int = PORT,
+) -> None:
+    """Compares what arrived with the oracle on the graph that survives `down`, and adds it to the report."""
     topology = fabric.topology
     alive = topology.surviving(down)
-    report = Report(probes=len(wanted))
+    report.probes += len(wanted)
     products: dict[Automaton, object] = {}
     best: dict[tuple[Automaton, int], dict[int, oracle.Best]] = {}
     for i, (source, target, _) in enumerate(wanted):
-        automaton = fabric.policies.of(source, target, 9)
+        automaton = fabric.policies.of(source, target, port)
         a, b = topology.hosts[source].switch, topology.hosts[target].switch
         pair = f"{topology.hosts[source].name} to {topology.hosts[target].name}"
         if automaton is None:
@@ -190,11 +214,12 @@ def judge(
         if why or expected is None:
             report.violations.append(f"{pair}: {show(fabric, walk)} {why or 'where no path should be'}")
             continue
-        if oracle.repeats(walk, automaton, len(down) + 1):
+        if oracle.repeats(walk, automaton, len(down) + bool(down)):
             report.loops.append(f"{pair}: {show(fabric, walk)}")
+        if automaton.run(walk) != expected.rank and backtrack_closed(automaton):
+            report.less_preferred.append(f"{pair}: {show(fabric, walk)}, although {show(fabric, expected.walk)} is up")
         report.hops += len(walk) - 1
         report.best_hops += expected.hops
-    return report
 
 
 def show(fabric: Fabric, walk: Sequence[int]) -> str:
@@ -211,10 +236,10 @@ class Trace:
     why: str
 
 
-def trace(fabric: Fabric, source: int, target: int, *, flow: int = 0) -> Trace:
+def trace(fabric: Fabric, source: int, target: int, *, flow: int = 0, port: int = PORT) -> Trace:
     """One probe's path, and why it is this one."""
     topology = fabric.topology
-    automaton = fabric.policies.of(source, target, 9)
+    automaton = fabric.policies.of(source, target, port)
     a, b = topology.hosts[source].switch, topology.hosts[target].switch
     names = topology.hosts[source].name, topology.hosts[target].name
     if automaton is None:
@@ -222,7 +247,7 @@ def trace(fabric: Fabric, source: int, target: int, *, flow: int = 0) -> Trace:
     down = fabric.failed()
     whole, left = (oracle.best(g, automaton, a, b) for g in (topology.graph, topology.surviving(down)))
     with Prober(fabric) as prober:
-        arrived = prober.send([(source, target, flow)])
+        arrived = prober.send([(source, target, flow)], dport=port)
     if 0 not in arrived:
         if left:
             why = f"lost, although {show(fabric, left.walk)} is up and compliant"

@@ -169,9 +169,10 @@ def check(
     lines = [
         f"{report.probes:,} probes: {report.delivered:,} delivered, {report.no_path:,} without a compliant path, "
         f"{report.denied:,} denied, {report.stranded:,} stranded",
-        f"violations {len(report.violations)}, loops {len(report.loops)}, lost {len(report.lost)}; "
+        f"violations {len(report.violations)}, loops {len(report.loops)}, lost {len(report.lost)}, "
+        f"less preferred {len(report.less_preferred)}; "
         f"hops {report.stretch:.3f} × the fewest possible",
-        *[f"  {line}" for line in (*report.violations, *report.loops, *report.lost)[:10]],
+        *[f"  {line}" for line in report.faults[:10]],
     ]
     _emit({**asdict(report), "holds": report.holds, "stretch": report.stretch}, json, *lines)
     if not report.holds:
@@ -183,6 +184,7 @@ def trace(
     source: Annotated[str, typer.Argument(metavar="A", help="The host that sends.")],
     target: Annotated[str, typer.Argument(metavar="B", help="The host that receives.")],
     flow: Annotated[int, typer.Option(min=0, help="Another flow may take another of the equal paths.")] = 0,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Destination port: a class may be of one port.")] = 9,
     name: Name = None,
     json: Json = False,
 ) -> None:
@@ -195,7 +197,7 @@ def trace(
     fabric = emulate.find(name)
     try:
         topology = fabric.topology
-        found = checking.trace(fabric, topology.find_host(source), topology.find_host(target), flow=flow)
+        found = checking.trace(fabric, topology.find_host(source), topology.find_host(target), flow=flow, port=port)
     finally:
         fabric.close()
     way = " → ".join((found.source, *found.walk, found.target)) if found.walk else f"{found.source} ✗ {found.target}"
@@ -248,13 +250,10 @@ def down(
     json: Json = False,
 ) -> None:
     """Remove a fabric and all that runs in it, also after an interrupted `up`. Nothing else is touched."""
-    from . import emulate, netns
+    from . import emulate
 
-    names = [name] if name else emulate.running()
-    left = {n.split("-")[1] for n in netns.named(netns.PREFIX)}  # built by a process that was killed early
-    if everything:
-        names = sorted({*names, *left})
-    elif not name and len(names) > 1:
+    names = [name] if name and not everything else emulate.standing()
+    if len(names) > 1 and not everything:
         raise typer.BadParameter(f"several fabrics are up: {', '.join(names)}; choose with --name, or --all")
     removed = {n: emulate.down(n) for n in names}
     lines = [f"{n}: removed {count} namespaces" for n, count in removed.items()]

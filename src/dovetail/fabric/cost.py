@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-import networkx as nx  # type: ignore[import-untyped]
-
 from . import kernel, packets, tables
 from .dataplane import addresses, host_slot, loaded, slot_towards
+from .extra import nx
 from .policy import Rule, assemble
 from .runner import LOOPBACK, Bench
 from .topology import Topology

@@ -121,7 +121,7 @@ class DataPlane:
         self, topology: Topology, policies: Policies, *, without: frozenset[int] = frozenset(), grace: float = GRACE
     ) -> int:
         """Brings a topology (less the links in `without`) and policies into force; returns the new generation."""
-        assert len(policies.automata) < tables.NOTICE_POLICY
+        assert len(policies.automata) <= tables.NOTICE_POLICY
         time.sleep(grace)
         generation = self.config()["generation"] + 1
         side = generation & 1
@@ -152,7 +152,10 @@ class DataPlane:
         for (source, target, port), index in policies.choice.items():
             if index == DENY and port:
                 kernel.update(self.maps["classes"], tables.class_key(source, target, port, side), b"\xff" * 4)
-        self.configure(generation=generation, by_port=int(bool(policies.ports)))
+        # Each side has its own bit here, so that the old tables are read as before until the one store that ends them.
+        ports = self.config()["by_port"] & ~(1 << side) | bool(policies.ports) << side
+        self.configure(by_port=ports)
+        self.configure(generation=generation)
         return generation
 
     def install_ports(self, topology: Topology) -> None:

@@ -31,6 +31,8 @@ from .topology import Host, Link, Topology
 RUN = Path("/run/dovetail/fabric")
 HOST_DEVICE = "eth0"
 LINK_STATES = ("up", "down", "silent", "drained")
+_NAME = re.compile("[a-z0-9]{1,16}")
+_NAMESPACE = re.compile(rf"{netns.PREFIX}({_NAME.pattern})-[0-9]+-[sh][0-9]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +136,7 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
     """Builds a fabric, or finds the one of this name and brings it to this policy; nothing is left if it fails."""
     if why := kernel.missing():
         raise Error(why)
-    if not re.fullmatch(r"[a-z0-9]{1,16}", name):
-        raise Error(f"fabric name: expected up to 16 of a-z and 0-9, got {name!r}")
+    _check_name(name)
     document = document or {}
     policies = compile_policy(document, topology)  # refuse before anything is touched
     known = _recall(name)
@@ -147,11 +148,16 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
         running.use(document)
         return running
     if known:
+        builder = int(known["run"].rpartition("-")[2])
+        if builder != os.getpid() and Path(f"/proc/{builder}").exists():
+            raise Error(
+                f"fabric {name!r} is being built by process {builder}; `dovetail fabric down --name {name}` ends it"
+            )
         down(name)  # what an interrupted `up` left behind
     names = Names(name, f"{name}-{os.getpid()}")
-    _remember(names, topology, document, "building")
     plane = DataPlane.load(tables.size_for(topology))
     try:
+        _remember(names, topology, document, "building")
         _build(names, topology, plane)
         plane.install_ports(topology)
         plane.install(topology, policies, grace=0)
@@ -273,20 +279,33 @@ def find(name: str | None = None) -> Fabric:
 
 
 def running() -> list[str]:
-    return sorted(p.stem for p in RUN.glob("*.json")) if RUN.exists() else []
+    """Fabrics that are up or being built."""
+    return sorted(p.stem for p in RUN.glob("*.json") if _NAME.fullmatch(p.stem)) if RUN.exists() else []
+
+
+def standing() -> list[str]:
+    """All that `down` could remove: also what only namespaces are left of, and the routers of a comparison."""
+    return sorted({*running(), *(m[1] for n in netns.named(netns.PREFIX) if (m := _NAMESPACE.fullmatch(n)))})
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise Error(f"fabric name: expected up to 16 of a-z and 0-9, got {name!r}")
 
 
 def down(name: str) -> int:
     """Removes a fabric and all that runs in it, whole or half-built; returns how many namespaces it had."""
-    if not re.fullmatch(r"[a-z0-9]{1,16}", name):
-        raise Error(f"fabric name: expected up to 16 of a-z and 0-9, got {name!r}")
+    _check_name(name)
+    if os.geteuid() != 0:
+        raise Error("removing a fabric needs root")
     # The name in a namespace's name ends with the process that built it: an interrupted build is found without a file.
     removed = 0
     for run in {
         m[1] for n in netns.named(f"{netns.PREFIX}{name}-") if (m := re.match(rf"dvf-({name}-\d+)-[sh]\d+$", n))
     }:
         removed += netns.remove(f"{netns.PREFIX}{run}-")
-    (RUN / f"{name}.json").unlink(missing_ok=True)
+    for file in (RUN / f"{name}.json", *RUN.glob(f".{name}.json.*")):  # the latter: half-written when it was killed
+        file.unlink(missing_ok=True)
     shutil.rmtree(RUN / name, ignore_errors=True)
     for directory in (RUN, RUN.parent):
         with contextlib.suppress(OSError):
@@ -313,7 +332,7 @@ def _remember(names: Names, topology: Topology, document: dict[str, Any], state:
         "hosts": [dataclasses.astuple(h) for h in topology.hosts],
     }  # fmt: skip
     known = {"state": state, "run": names.run, "topology": shown, "policy": document}
-    write_text(RUN / f"{names.name}.json", json.dumps(known))
+    write_text(RUN / f"{names.name}.json", json.dumps(known, default=str))
 
 
 def _recall(name: str) -> dict[str, Any] | None:

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import networkx as nx  # type: ignore[import-untyped]
-
 from dovetail.core.errors import Error
 
 from . import kernel, netns
 from .dataplane import addresses, link_slot
 from .emulate import RUN, device
+from .extra import nx
 from .routed import Routed, routed
 from .topology import Topology
 

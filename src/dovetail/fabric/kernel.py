@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import platform
+import pwd
 import re
 import shutil
 import struct
@@ -150,8 +151,12 @@ def build_tool(source: str) -> Path:
 
 
 def _cache() -> Path:
-    where = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dovetail" / "bpf"
-    where.mkdir(parents=True, exist_ok=True)
+    """Of the user this runs as, whatever HOME says: root must not run what another user could have put there."""
+    home = pwd.getpwuid(os.geteuid()).pw_dir
+    where = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "dovetail" / "bpf"
+    where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if where.stat().st_uid != os.geteuid():
+        raise Error(f"{where}: belongs to another user; set XDG_CACHE_HOME to a directory of your own")
     return where
 
 

@@ -10,9 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import networkx as nx  # type: ignore[import-untyped]
-
 from .automaton import Automaton
+from .extra import nx
 
 
 @dataclass(frozen=True)

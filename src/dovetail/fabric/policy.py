@@ -17,9 +17,12 @@ from dovetail.core.errors import InputError
 
 from . import oracle
 from .automaton import MAX_RANKS, MAX_STATES, UNBOUNDED_HOPS, Automaton, backtrack_closed, build
+from .tables import NOTICE_POLICY
 from .topology import Topology, match, read_yaml
 
-MAX_POLICIES = 64
+MAX_POLICIES = NOTICE_POLICY
+MAX_CLASSES = 32768
+"""Entries of the classifier's table: half of the map, which holds the old tables beside the new ones."""
 DENY = -1
 _FIELDS = (
     "name", "from", "to", "both_ways", "port", "via", "avoid", "prefer", "max_hops", "after", "deny", "across_tenants",
@@ -64,6 +67,10 @@ class Policies:
         index = self.choice.get((*key, port), self.choice.get((*key, 0), DENY))
         return None if index == DENY else self.automata[index]
 
+    def has_class(self, source: int, target: int, port: int) -> bool:
+        """Whether traffic between two hosts has a class of its own on this port."""
+        return (self.groups[source], self.groups[target], port) in self.choice
+
     @property
     def ports(self) -> set[int]:
         return {port for _, _, port in self.choice if port}
@@ -75,6 +82,8 @@ def load_policy(path: str | Path, topology: Topology) -> Policies:
 
 def compile_policy(document: dict[str, Any], topology: Topology, path: str | Path = "<policy>") -> Policies:
     """Automata and their use, or one line that says what contradicts what; nothing is loaded before this succeeds."""
+    if not isinstance(document, dict):
+        raise InputError(path, "policy", f"expected a mapping with default, tenants or classes, got {document!r}")
     rules = parse(document, topology, path)
     tenants = _tenants(document, topology, path)
     allow = document.get("default", "allow")
@@ -100,6 +109,7 @@ def assemble(
     ]
     numbering = {mark: i for i, mark in enumerate(dict.fromkeys(marks))}
     groups = tuple(numbering[m] for m in marks)
+    _fits(len(numbering) ** 2, source)
     member = {g: h for h, g in reversed(list(enumerate(groups)))}
     automata: list[Automaton] = []
     by_rule: dict[tuple[Any, ...], int] = {}
@@ -139,6 +149,7 @@ def assemble(
                     choice[a, b, port] = automaton(hits[0])
                 elif not port:
                     choice[a, b, 0] = automaton(anything) if allow and not apart else DENY
+    _fits(len(choice), source)
     if len(automata) > MAX_POLICIES:
         raise InputError(
             source, "classes", f"expected at most {MAX_POLICIES} different path rules, got {len(automata)}"
@@ -152,6 +163,13 @@ def assemble(
         if not backtrack_closed(a)
     )
     return Policies(made.automata, made.groups, made.choice, warnings)
+
+
+def _fits(entries: int, source: str | Path) -> None:
+    if entries > MAX_CLASSES:
+        raise InputError(
+            source, "classes", f"tell too many hosts and ports apart: {entries} entries, expected at most {MAX_CLASSES}"
+        )
 
 
 def _contradictions(rule: Rule, topology: Topology, source: str | Path) -> None:
@@ -222,13 +240,25 @@ def parse(document: dict[str, Any], topology: Topology, path: str | Path) -> lis
                 raise InputError(path, f"{where}.{key}", f"expected {low} to {high}, got {value!r}")
             return value
 
+        def flag(key: str, default: bool, here: Any = item, where: str = place) -> bool:
+            value = here.get(key, default)
+            if not isinstance(value, bool):
+                raise InputError(path, f"{where}.{key}", f"expected true or false, got {value!r}")
+            return value
+
         for key in ("from", "to"):
             if key not in item:
                 raise InputError(path, f"{place}.{key}", "missing")
         via = item.get("via", [])
         via = via if isinstance(via, list) and via and all(isinstance(v, list) for v in via) else [via] if via else []
         prefer = item.get("prefer", [])
-        prefer = prefer if prefer and all(isinstance(v, list) for v in prefer) else [prefer] if prefer else []
+        prefer = (
+            prefer
+            if isinstance(prefer, list) and prefer and all(isinstance(v, list) for v in prefer)
+            else [prefer]
+            if prefer
+            else []
+        )
         if len(prefer) >= MAX_RANKS:
             raise InputError(
                 path, f"{place}.prefer", f"expected at most {MAX_RANKS - 1} preferences, got {len(prefer)}"
@@ -251,11 +281,11 @@ def parse(document: dict[str, Any], topology: Topology, path: str | Path) -> lis
             if after
             else None,
             max_hops=number("max_hops", 0, UNBOUNDED_HOPS, UNBOUNDED_HOPS),
-            deny=bool(item.get("deny", False)),
-            across_tenants=bool(item.get("across_tenants", False)),
+            deny=flag("deny", False),
+            across_tenants=flag("across_tenants", False),
         )
         rules.append(forward)
-        if item.get("both_ways", True):
+        if flag("both_ways", True):
             swapped = {**forward.__dict__, "sources": forward.targets, "targets": forward.sources}
             rules.append(Rule(**{**swapped, "via": forward.via[::-1], "reverse": True}))
     return rules

@@ -20,11 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import networkx as nx  # type: ignore[import-untyped]
-
 from . import kernel, netns
 from .dataplane import FIRST_IFINDEX, addresses, host_slot, link_slot, slot_towards
 from .emulate import HOST_DEVICE, RUN, Names, _build, device, down
+from .extra import nx
 from .topology import Topology
 
 GATEWAY = "169.254.1.1"

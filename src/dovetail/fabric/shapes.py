@@ -6,11 +6,16 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import networkx as nx  # type: ignore[import-untyped]
-
 from dovetail.core.errors import InputError
 
+from .extra import nx
 from .topology import MAX_SWITCHES, Host, Link, Topology
+
+
+def _small(switches: int, source: str) -> None:
+    """Before anything is made: a fat-tree of k = 2,000 would have billions of links."""
+    if switches > MAX_SWITCHES:
+        raise InputError(source, "shape", f"expected at most {MAX_SWITCHES} switches, got {switches}")
 
 
 def fat_tree(k: int, *, hosts: int = 1, name: str = "", mtu: int = 1500, source: str = "<made>") -> Topology:
@@ -18,6 +23,7 @@ def fat_tree(k: int, *, hosts: int = 1, name: str = "", mtu: int = 1500, source:
     if k < 2 or k % 2:
         raise InputError(source, "shape.k", f"expected an even number of at least 2, got {k}")
     half = k // 2
+    _small(5 * half * half, source)
     edge = [f"edge{p}.{i}" for p in range(k) for i in range(half)]
     aggregation = [f"agg{p}.{i}" for p in range(k) for i in range(half)]
     core = [f"core{i}" for i in range(half * half)]
@@ -41,6 +47,7 @@ def leaf_spine(
     """Every leaf linked to every spine; `hosts` per leaf."""
     if leaves < 1 or spines < 1:
         raise InputError(source, "shape", f"expected at least one leaf and one spine, got {leaves} and {spines}")
+    _small(leaves + spines, source)
     names = [f"leaf{i}" for i in range(leaves)] + [f"spine{i}" for i in range(spines)]
     links = tuple(Link(i, leaves + j) for i in range(leaves) for j in range(spines))
     attached = tuple(Host(f"h{i * hosts + j}", i) for i in range(leaves) for j in range(hosts))
@@ -53,6 +60,7 @@ def ring(
     """`size` switches in a circle; with `chords` = c also a link from each to the c-th next."""
     if size < 3:
         raise InputError(source, "shape.size", f"expected at least 3, got {size}")
+    _small(size, source)
     ends = {frozenset((i, (i + 1) % size)) for i in range(size)}
     if chords:
         ends |= {frozenset((i, (i + chords) % size)) for i in range(size) if chords % size}

@@ -14,10 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import networkx as nx  # type: ignore[import-untyped]
-import yaml  # type: ignore[import-untyped]
-
 from dovetail.core.errors import Error, InputError
+
+from .extra import nx, yaml
 
 MAX_SWITCHES = 512
 MAX_LINKS = 1024
@@ -86,14 +85,19 @@ class Topology:
 
     def find_link(self, text: str) -> int:
         """The link called "A-B"; switch names may themselves hold hyphens, so every split is tried."""
+        apart = ""
         for at in (m.start() for m in re.finditer("-", text)):
             ends = self.switch_index.get(text[:at]), self.switch_index.get(text[at + 1 :])
             if None not in ends and ends[0] != ends[1]:
                 found = self.link_index.get(frozenset(e for e in ends if e is not None))
                 if found is not None:
                     return found
-                raise Error(f"{self.name}: no link between {text[:at]} and {text[at + 1 :]}")
-        raise Error(f"{self.name}: expected a link as SWITCH-SWITCH, got {text!r}")
+                apart = f"{text[:at]} and {text[at + 1 :]}"
+        raise Error(
+            f"{self.name}: no link between {apart}"
+            if apart
+            else f"{self.name}: expected a link as SWITCH-SWITCH, got {text!r}"
+        )
 
     def find_host(self, text: str) -> int:
         if text not in self.host_index:
@@ -109,6 +113,8 @@ class Topology:
 
         if not self.switches:
             raise bad("switches", "expected at least one")
+        if not self.links and not self.hosts:
+            raise bad("links", "expected at least one link or host")
         if len(self.switches) > MAX_SWITCHES:
             raise bad("switches", f"expected at most {MAX_SWITCHES}, got {len(self.switches)}")
         if len(self.links) > MAX_LINKS:
@@ -139,9 +145,11 @@ class Topology:
 
 def match(names: list[str] | tuple[str, ...], patterns: list[str], *, file: str, place: str) -> list[int]:
     """Indices of the names that any of the patterns ("h*", "core1") matches; each pattern must match something."""
+    if not patterns:
+        raise InputError(file, place, "expected at least one name, got none")
     found: set[int] = set()
     for pattern in patterns:
-        hits = {i for i, name in enumerate(names) if fnmatchcase(name, pattern)}
+        hits = {i for i, name in enumerate(names) if name == pattern or fnmatchcase(name, pattern)}
         if not hits:
             raise InputError(file, place, f"{pattern!r} matches nothing; expected one of {', '.join(names[:6])}, …")
         found |= hits
@@ -160,12 +168,17 @@ def from_document(document: dict[str, Any], path: str | Path) -> Topology:
     from . import shapes
 
     name = str(document.get("name", Path(path).stem))
-    mtu = _number(document.get("mtu", 1500), path, "mtu")
+    mtu = document.get("mtu", 1500)
+    if isinstance(mtu, bool) or not isinstance(mtu, int):
+        raise InputError(path, "mtu", f"expected a whole number of bytes, got {mtu!r}")
     if "shape" in document:
-        return shapes.build(document["shape"], name=name, mtu=int(mtu), source=str(path))
+        _known(document, ("name", "mtu", "shape", "policy"), path)
+        return shapes.build(document["shape"], name=name, mtu=mtu, source=str(path))
     if "gml" in document:
+        _known(document, ("name", "mtu", "gml", "hosts", "policy"), path)
         made = load_gml(Path(path).parent / str(document["gml"]), hosts=document.get("hosts", "every switch"))
-        return Topology(name, made.switches, made.links, made.hosts, int(mtu), str(path)).check()
+        return Topology(name, made.switches, made.links, made.hosts, mtu, str(path)).check()
+    _known(document, ("name", "mtu", "switches", "links", "hosts", "policy"), path)
     switches = _list(document.get("switches"), path, "switches")
     names = tuple(str(s) for s in switches)
     index = {s: i for i, s in enumerate(names)}
@@ -178,6 +191,8 @@ def from_document(document: dict[str, Any], path: str | Path) -> Topology:
     links = []
     for i, item in enumerate(_list(document.get("links"), path, "links")):
         place = f"links[{i}]"
+        if isinstance(item, dict):
+            _known(item, ("ends", "rate"), path, place)
         ends, rate = (item.get("ends"), item.get("rate", 0)) if isinstance(item, dict) else (item, 0)
         if not isinstance(ends, list) or len(ends) != 2:
             raise InputError(path, place, f"expected two ends as [A, B], got {ends!r}")
@@ -187,9 +202,11 @@ def from_document(document: dict[str, Any], path: str | Path) -> Topology:
         raise InputError(path, "hosts", "expected host: switch, one per line")
     hosts = []
     for host, where in table.items():
+        if isinstance(where, dict):
+            _known(where, ("switch", "rate"), path, f"hosts.{host}")
         at, rate = (where.get("switch"), where.get("rate", 0)) if isinstance(where, dict) else (where, 0)
         hosts.append(Host(str(host), switch(at, f"hosts.{host}"), parse_rate(rate, path, f"hosts.{host}.rate")))
-    return Topology(name, names, tuple(links), tuple(hosts), int(mtu), str(path)).check()
+    return Topology(name, names, tuple(links), tuple(hosts), mtu, str(path)).check()
 
 
 def load_gml(path: str | Path, *, hosts: Any = "every switch") -> Topology:
@@ -232,6 +249,13 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return made
 
 
+# A name such as 2026-11-15 is a name and not a date, which could not be stored.
+_Loader.yaml_implicit_resolvers = {
+    first: [r for r in known if r[0] != "tag:yaml.org,2002:timestamp"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         document = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
@@ -266,10 +290,12 @@ def _list(value: Any, path: str | Path, place: str) -> list[Any]:
     return value
 
 
-def _number(value: Any, path: str | Path, place: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(path, place, f"expected a number, got {value!r}")
-    return value
+def _known(document: dict[str, Any], fields: tuple[str, ...], path: str | Path, place: str = "") -> None:
+    """A misspelt field is an error: `polcy:` would otherwise be a fabric without one."""
+    for key in document:
+        if key not in fields:
+            where = f"{place}.{key}" if place else str(key)
+            raise InputError(path, where, f"unknown field; expected one of {', '.join(fields)}")
 
 
 def _first_duplicate(names: Any) -> str:

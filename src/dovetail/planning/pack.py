@@ -2,9 +2,10 @@
 
 A device's load is the sum of its residents' duties, a job's duty being the share of a device that it would use if it
 had it to itself. A job is admitted where load + duty stays under the cap (1.0: in the mean nobody is slowed; 1.6–2.0:
-throughput) and the memory rule holds: one task runs at a time and its activations are gone at its end, so a device
-must hold every resident's persistent bytes and the largest ephemeral demand among them. Both are checked and booked in
-one step, for all devices of the job or for none. A gang scheduler is the special case of one resident per device.
+throughput); the duty of background jobs, which give way, counts only against other background jobs. And the memory
+rule must hold: one task runs at a time and its activations are gone at its end, so a device must hold every resident's
+persistent bytes and the largest ephemeral demand among them. Both are checked and booked in one step, for all devices
+of the job or for none. A gang scheduler is the special case of one resident per device.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class Rules:
 class Holding:
     """One job's place: its devices and what it books on each."""
 
-    __slots__ = ("devices", "duty", "shape")
+    __slots__ = ("background", "devices", "duty", "shape")
 
-    def __init__(self, shape: Shape, devices: list[int]) -> None:
-        self.shape, self.devices = shape, devices
+    def __init__(self, shape: Shape, devices: list[int], background: bool) -> None:
+        self.shape, self.devices, self.background = shape, devices, background
         self.duty = shape.duty * shape.width / len(devices)
 
 
@@ -70,15 +71,16 @@ class Devices:
         size = self.nodes * cluster.node
         self.exists: Mask = np.arange(size) < cluster.devices
         self.load = np.where(self.exists, 0.0, np.inf)
+        self.firm = np.zeros(size)  # the load without background jobs
         self.persistent = np.zeros(size, dtype=np.int64)
         self.ephemeral = np.zeros(size, dtype=np.int64)
         self.count = np.zeros(size, dtype=np.int64)
         self.residents: list[list[int]] = [[] for _ in range(size)]
         self.holdings: dict[int, Holding] = {}
 
-    def add(self, key: int, shape: Shape, devices: Iterable[int]) -> None:
+    def add(self, key: int, shape: Shape, devices: Iterable[int], *, background: bool = False) -> None:
         """Books a placement that `admit` found."""
-        holding = self.holdings[key] = Holding(shape, list(devices))
+        holding = self.holdings[key] = Holding(shape, list(devices), background)
         for d in holding.devices:
             self._book(d, key, holding)
 
@@ -91,8 +93,9 @@ class Devices:
 
     def replace(self, key: int, shape: Shape, devices: Iterable[int]) -> None:
         """The job in another shape or on other devices."""
+        background = self.holdings[key].background
         self.remove(key)
-        self.add(key, shape, devices)
+        self.add(key, shape, devices, background=background)
 
     def reserve(self, key: int, device: int) -> None:
         """Books one more device for a job that will get it at its next iteration boundary."""
@@ -103,6 +106,8 @@ class Devices:
     def _book(self, d: int, key: int, holding: Holding) -> None:
         shape = holding.shape
         self.load[d] += holding.duty
+        if not holding.background:
+            self.firm[d] += holding.duty
         self.persistent[d] += shape.persistent_bytes
         if shape.ephemeral_bytes > self.ephemeral[d]:
             self.ephemeral[d] = shape.ephemeral_bytes
@@ -116,19 +121,22 @@ class Devices:
         self.persistent[d] -= holding.shape.persistent_bytes
         if self.residents[d]:
             self.load[d] -= holding.duty
+            if not holding.background:
+                self.firm[d] -= holding.duty
             self.ephemeral[d] = max(self.holdings[k].shape.ephemeral_bytes for k in self.residents[d])
         else:
-            self.load[d], self.ephemeral[d] = 0.0, 0  # exactly: no rounding is carried on
+            self.load[d], self.firm[d], self.ephemeral[d] = 0.0, 0.0, 0  # exactly: no rounding is carried on
 
 
-def open_devices(devices: Devices, shape: Shape, duty: float, rules: Rules) -> Mask:
+def open_devices(devices: Devices, shape: Shape, duty: float, rules: Rules, *, background: bool = False) -> Mask:
     """Where one more resident of this shape may go: the duty cap, the memory rule, the number of residents."""
     fits = devices.persistent + np.maximum(devices.ephemeral, shape.ephemeral_bytes)
     mask: Mask = fits + shape.persistent_bytes <= devices.cluster.device_bytes
     mask &= devices.count < rules.max_residents
     if rules.max_residents > 1:
         # An empty device takes any job, however small the cap.
-        mask &= (devices.load + duty <= rules.duty_cap + EPSILON) | (devices.count == 0)
+        load = devices.load if background else devices.firm
+        mask &= (load + duty <= rules.duty_cap + EPSILON) | (devices.count == 0)
     mask &= devices.exists
     return mask
 
@@ -140,14 +148,16 @@ def spread(shape: Shape, rules: Rules) -> int:
     return max(1, min(shape.width, math.ceil(shape.duty * shape.width - EPSILON)))
 
 
-def admit(devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = None) -> list[int] | None:
+def admit(
+    devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = None, background: bool = False
+) -> list[int] | None:
     """The devices to give to a job, least loaded first, or None if it has to wait. Changes nothing.
 
     Within a node if the job fits one (locality); among nodes that would carry it equally well, the fullest, so that
     whole nodes stay whole for wide jobs.
     """
     width = spread(shape, rules)
-    mask = open_devices(devices, shape, shape.duty * shape.width / width, rules)
+    mask = open_devices(devices, shape, shape.duty * shape.width / width, rules, background=background)
     if allowed is not None:
         mask &= allowed
     node = devices.cluster.node
@@ -174,9 +184,9 @@ def admit(devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None 
     return [int(i) for i in order]
 
 
-def why(devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = None) -> str:
+def why(devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = None, background: bool = False) -> str:
     """One sentence that says what a waiting job lacks; empty if it could be admitted now."""
-    if admit(devices, shape, rules, allowed=allowed) is not None:
+    if admit(devices, shape, rules, allowed=allowed, background=background) is not None:
         return ""
     width = spread(shape, rules)
     cluster = devices.cluster
@@ -195,7 +205,7 @@ def why(devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = 
     if room < width:
         return f"residents: {room} devices have fewer than {rules.max_residents} jobs, it needs {width}"
     duty = shape.duty * shape.width / width
-    under = int((mine & open_devices(devices, shape, duty, rules)).sum())
+    under = int((mine & open_devices(devices, shape, duty, rules, background=background)).sum())
     if under < width:
         return f"duty: {under} devices stay under {rules.duty_cap:g} with its {duty:.2f}, it needs {width}"
     return f"locality: {under} devices are open, but no node has {width} of them"

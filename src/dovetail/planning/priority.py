@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Literal
 
 from dovetail.core.job import Shape
 
-Order = Literal["fifo", "srpt", "las", "cp", "queues", "turns"]
+Order = Literal["fifo", "srpt", "srsf", "las", "cp", "queues", "turns"]
 Rank = tuple[bool, float, float, int]
 """Smaller goes first: background last, then the order's own figure, then arrival."""
 
@@ -21,32 +22,48 @@ class Standing:
         self.serial, self.arrival, self.background = serial, arrival, background
         self.total, self.done = total, 0.0  # iterations
         self.rounds = 0  # iterations run, at whatever width
-        self.attained = 0.0  # device-seconds
+        self.attained = 0.0  # device-seconds: of its tasks, or held where a gang holds its devices
         self.turn = arrival  # when its last time slice ended
-        self.slice_end = float("-inf")
+        self.slice_end = float("-inf")  # of the slice it is in; minus infinity while it waits
         self.shape = shape
 
 
 def rank(order: Order, s: Standing, *, thresholds: tuple[float, ...] = (), now: float = 0.0) -> Rank:
     """The job's place under an order.
 
-    fifo: older first, so that newer jobs only fill gaps. srpt: least remaining device-seconds. las: least attained
-    device-seconds, which is fair. cp: longest remaining critical path. queues: attained service in classes, FIFO
-    within a class (Tiresias). turns: whoever's last slice ended longest ago; a slice under way is not cut (Gandiva).
+    fifo: older first, so that newer jobs only fill gaps. srpt: least remaining device-seconds in tasks; srsf: the same
+    in device-seconds that a gang holds, its time off the devices included. las: least attained device-seconds, which
+    is fair. cp: longest remaining critical path. queues: attained service in classes, FIFO within a class (Tiresias).
+    turns: whoever's last slice ended longest ago; a slice under way is not cut, one that is over ends now (Gandiva).
     """
+    left = (s.total - s.done) / s.shape.progress  # iterations of its present width
     if order == "fifo":
         figure = 0.0
     elif order == "srpt":
-        figure = (s.total - s.done) * s.shape.work
+        figure = left * s.shape.work
+    elif order == "srsf":
+        figure = left * s.shape.held
     elif order == "las":
         figure = s.attained
     elif order == "cp":
-        figure = -(s.total - s.done) * s.shape.period
+        figure = -left * s.shape.period
     elif order == "queues":
         figure = float(bisect_right(thresholds, s.attained))
+    elif s.slice_end == float("-inf"):
+        figure = s.turn
     else:
-        figure = float("-inf") if now < s.slice_end - 1e-9 else s.turn
+        figure = float("-inf") if now < s.slice_end - 1e-9 else now
     return s.background, figure, s.arrival, s.serial
+
+
+def classes(service: Iterable[float]) -> tuple[float, float]:
+    """Thresholds of attained service from whole jobs' (device-seconds): the median and the ninth decile.
+
+    Fixed ones would put all jobs of a trace of short ones into the first class, and leave first come first served.
+    """
+    ordered = sorted(service)
+    last = len(ordered) - 1
+    return ordered[last // 2], ordered[last * 9 // 10]
 
 
 def chosen(ranked: list[tuple[int, int]], devices: int, *, backfill: bool = True) -> set[int]:

@@ -47,9 +47,9 @@ def relocate(devices: Devices, key: int, rules: Rules, *, gain: float = 0.25) ->
         return None
     before, mine = _crowd(devices, key), list(holding.devices)
     devices.remove(key)
-    found = admit(devices, holding.shape, rules)
+    found = admit(devices, holding.shape, rules, background=holding.background)
     after = float(devices.load[found].mean()) if found is not None else np.inf
-    devices.add(key, holding.shape, mine)
+    devices.add(key, holding.shape, mine, background=holding.background)
     if found is None or after > before - gain:
         return None
     # Devices that it keeps stay in their places.
@@ -59,8 +59,9 @@ def relocate(devices: Devices, key: int, rules: Rules, *, gain: float = 0.25) ->
 
 def widen(devices: Devices, key: int, shape: Shape, rules: Rules) -> int | None:
     """A device for one more worker of an elastic job, or None. `shape` is the job's with that worker."""
-    mine = devices.holdings[key].devices
-    mask = open_devices(devices, shape, shape.duty, rules)
+    holding = devices.holdings[key]
+    mine = holding.devices
+    mask = open_devices(devices, shape, shape.duty, rules, background=holding.background)
     mask[mine] = False
     node = devices.cluster.node
     if rules.locality == "node" and len(mine) < node:
@@ -73,7 +74,12 @@ def widen(devices: Devices, key: int, shape: Shape, rules: Rules) -> int | None:
 
 
 def narrow(
-    devices: Devices, wanting: Shape, elastic: Sequence[tuple[int, Sequence[Shape]]], rules: Rules
+    devices: Devices,
+    wanting: Shape,
+    elastic: Sequence[tuple[int, Sequence[Shape]]],
+    rules: Rules,
+    *,
+    background: bool = False,
 ) -> tuple[int, int] | None:
     """The elastic job that should give up workers so that a waiting job can start, and how many; or None.
 
@@ -84,7 +90,7 @@ def narrow(
         shape, mine = devices.holdings[key].shape, list(devices.holdings[key].devices)
         for count, narrower in enumerate(shapes, 1):
             devices.replace(key, narrower, mine[:-count])
-            fits = admit(devices, wanting, rules) is not None
+            fits = admit(devices, wanting, rules, background=background) is not None
             devices.replace(key, shape, mine)
             if fits:
                 return key, count

@@ -28,7 +28,9 @@ class Policy:
     quantum: float = 0.0
     """Seconds after which a preemptive policy looks again although no job came or went; 0 for never."""
     thresholds: tuple[float, ...] = ()
-    """Device-seconds at which a job falls into the next class (order "queues")."""
+    """Device-seconds at which a job falls into the next class (order "queues"); by default from the jobs at hand."""
+    suspend: bool = False
+    """Whether a preempted job stays in its host's memory: coming back is a move of weights, not a restart."""
     partition: bool = False
     """Devices divided among tenants once and for all, in proportion to their work."""
     repack: bool = False
@@ -50,12 +52,12 @@ POLICIES: dict[str, Policy] = {
                rules=Rules(duty_cap=1.0, guard="all"), repack=True),
         Policy("gang-fifo", "exclusive devices, strictly first come first served", backfill=False),
         Policy("gang-fifo-backfill", "exclusive devices, first come first served, whoever fits may pass"),
-        Policy("gang-srsf", "exclusive devices, least remaining service first, preemptive", order="srpt",
+        Policy("gang-srsf", "exclusive devices, least remaining service first, preemptive", order="srsf",
                preempt=True),
         Policy("tiresias-las", "exclusive devices, attained service in classes, preemptive", order="queues",
-               preempt=True, quantum=60.0, thresholds=(3600.0, 36000.0)),
-        Policy("gandiva-timeslice", "exclusive devices in turns of a minute", order="turns",
                preempt=True, quantum=60.0),
+        Policy("gandiva-timeslice", "exclusive devices in turns of a minute", order="turns",
+               preempt=True, quantum=60.0, suspend=True),
         Policy("static-partition", "devices divided among tenants by their work, gang-fifo-backfill in each part",
                partition=True),
     )

@@ -59,6 +59,15 @@ def _against(value: float, base: float) -> str:
     return f"{value / base - 1:+.0%}".replace("+0%", "0%").replace("-0%", "0%") if base else ""
 
 
+def _means(cell: Cell) -> dict[str, float]:
+    """Mean completion by size, over all samples that have jobs of that size."""
+    found: dict[str, list[float]] = {}
+    for r in cell.reports:
+        for g in r.groups:
+            found.setdefault(g.name, []).append(g.mean)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
 def by_size(cells: Sequence[Cell], baseline: Cell) -> RenderableType:
     """Who gains: makespan, and mean completion by the number of workers, against the baseline."""
     base = baseline.reports[0]
@@ -67,14 +76,18 @@ def by_size(cells: Sequence[Cell], baseline: Cell) -> RenderableType:
     table.add_row("jobs", "", *(f"{g.jobs:,}" for g in base.groups), style="dim")
     for cell in cells:
         if cell is not baseline:
-            mine = cell.reports[0]
-            there = {g.name: g for g in mine.groups}
-            changes = (_against(there[g.name].mean, g.mean) for g in base.groups)
-            table.add_row(cell.contender.name, _against(mine.makespan, base.makespan), *changes)
-    fair = _table("fairness", ">worse than an equal share", ">99th percentile", ">slowdown")
+            mine, there = _means(cell), _means(baseline)
+            changes = (_against(mine[g.name], there[g.name]) for g in base.groups)
+            makespans = [c.figure(lambda r: r.makespan).mean for c in (cell, baseline)]
+            table.add_row(cell.contender.name, _against(*makespans), *changes)
+    fair = _table("fairness", ">10% later than an equal share", ">99th percentile", ">slowdown")
     for cell in cells:
-        g = cell.reports[0].all
-        fair.add_row(cell.contender.name, f"{g.unfair:.0%} of jobs", f"{g.worst_fairness:.2f}", f"{g.slowdown:.2f}")
+        fair.add_row(
+            cell.contender.name,
+            f"{cell.figure(lambda r: r.all.unfair).mean:.0%} of jobs",
+            f"{cell.figure(lambda r: r.all.worst_fairness).mean:.2f}",
+            f"{cell.figure(lambda r: r.all.slowdown).mean:.2f}",
+        )
     note = Text("mean completion by number of workers; below 0 is sooner", style="dim")
     return Lines(table, note, Text(), fair)
 
@@ -88,12 +101,10 @@ def limits(r: Report) -> str:
 
 def verdict(cell: Cell, baseline: Cell) -> str:
     """In words what a policy gives against the baseline, and where it gives nothing."""
-    mine, base = cell.reports[0], baseline.reports[0]
-    mean, makespan = mine.all.mean / base.all.mean - 1, mine.makespan / base.makespan - 1
-    parts = [_phrase("mean completion", mean), _phrase("makespan", makespan)]
-    nothing = [
-        g.name for g in base.groups[1:] for m in mine.groups if m.name == g.name and m.mean > g.mean * (1 - NOTHING)
-    ]
+    mine, base = _means(cell), _means(baseline)
+    makespan = cell.figure(lambda r: r.makespan).mean / baseline.figure(lambda r: r.makespan).mean - 1
+    parts = [_phrase("mean completion", mine["all"] / base["all"] - 1), _phrase("makespan", makespan)]
+    nothing = [name for name in base if name != "all" and mine[name] > base[name] * (1 - NOTHING)]
     text = f"{cell.contender.name} against {baseline.contender.name}: {', '.join(parts)}"
     if nothing:
         return f"{text}; no gain for jobs of {', '.join(nothing)}"

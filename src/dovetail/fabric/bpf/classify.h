@@ -70,7 +70,7 @@ static __always_inline int policy_for(const struct config *config, const struct 
 {
 	struct class_key key = { t->from->group, t->to->group, t->port, side };
 	__u32 *found = 0;
-	if (config->by_port && t->port)
+	if ((config->by_port >> side & 1) && t->port)
 		found = bpf_map_lookup_elem(&classes, &key);
 	if (!found) {
 		key.port = 0;

@@ -238,7 +238,8 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
 	struct ethhdr *eth = data;
-	__u32 self = in->node, side = config->generation & 1;
+	/* Read once: tables that come into force meanwhile are for the next packet. */
+	__u32 self = in->node, generation = *(volatile __u32 *)&config->generation, side = generation & 1;
 	void *l3 = eth + 1;
 	if (l3 > end)
 		return XDP_DROP;
@@ -290,7 +291,7 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 	struct fabric_header *h = &s->h;
 	h->kind = DATA;
 	h->flags = flags;
-	h->generation = config->generation;
+	h->generation = generation;
 	h->policy = policy;
 	h->inner = eth->h_proto;
 	h->source = self;

@@ -11,7 +11,7 @@ struct config {
 	__u64 life;          /* how long a failure heard of is believed, ns */
 	__u64 pause;         /* how long a class that cannot be served is not tried again, ns */
 	__u64 silence;       /* a link is down when nothing was heard for so many rounds of heartbeats; 0: carrier only */
-	__u32 by_port;       /* some class is told apart by its port */
+	__u32 by_port;       /* bit by side: some class is told apart by its port */
 	__u32 use_cache;
 	__u64 round;         /* of heartbeats. Rounds and not time: where nobody sends, nobody is missed */
 };

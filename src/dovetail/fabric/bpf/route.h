@@ -96,9 +96,13 @@ __noinline int learn(__u32 self)
 	if (!s || !config || !node)
 		return -1;
 	__u64 now = bpf_ktime_get_ns(), news = 0;
+	int over = now >= node->believed_until; /* what was believed before must not come back to life */
 	_Pragma("clang loop unroll(disable)") for (int w = 0; w < LINK_WORDS; w++) {
-		news |= s->h.failed[w] & ~node->failed[w];
-		node->failed[w] |= s->h.failed[w];
+		__u64 known = s->h.failed[w];
+		if (!over)
+			known |= node->failed[w];
+		news |= known ^ node->failed[w];
+		node->failed[w] = known;
 	}
 	/* Hearsay is passed on with the life it has left, so that two switches cannot keep a rumour alive. */
 	__u64 until = now + config->life / 255 * s->h.life;

@@ -15,6 +15,9 @@ from .run import simulate
 from .tasks import Costs
 from .workload import sample
 
+LOWEST, HIGHEST = 0.01, 64.0
+"""Loads beyond which nothing is tried."""
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -39,14 +42,29 @@ def capacity(
     steps: int = 7,
     costs: Costs = Costs(),
 ) -> Capacity:
-    """Bisects between a load that is surely carried and one that surely is not, on samples of the jobs."""
+    """Bisects between a load that is carried and one that is not, on samples of the jobs.
+
+    `low` and `high` are tried first, and moved by factors of two until they are such loads.
+    """
     tried = []
+
+    def carried(load: float) -> bool:
+        batch = [j.with_depths(depths) for j in sample(jobs, cluster.devices, load, count=count, seed=seed)]
+        found = report(simulate(batch, cluster, policy, level="fluid", costs=costs))
+        tried.append((load, found.drift))
+        return found.bounded
+
+    if carried(high):
+        while high < HIGHEST:
+            low, high = high, 2 * high
+            if not carried(high):
+                break
+    else:
+        while low > LOWEST and not carried(low):
+            low, high = low / 2, low
     for _ in range(steps):
         middle = (low * high) ** 0.5
-        batch = [j.with_depths(depths) for j in sample(jobs, cluster.devices, middle, count=count, seed=seed)]
-        found = report(simulate(batch, cluster, policy, level="fluid", costs=costs))
-        tried.append((middle, found.drift))
-        if found.bounded:
+        if carried(middle):
             low = middle
         else:
             high = middle

@@ -23,8 +23,9 @@ WORTH_MOVING = 20
 MOST_TRIED = 4
 """Residents that are looked at after each departure."""
 Engine = TaskEngine | FluidEngine
-Class = tuple[float, int, int, int, int, int]
-"""Jobs admitted or refused together: duty, width, persistent and ephemeral bytes, partition, fewest workers."""
+Class = tuple[float, int, int, int, int, bool, int]
+"""Jobs admitted or refused together: duty, width, persistent and ephemeral bytes, partition, background or not, fewest
+workers."""
 
 
 @dataclass
@@ -74,18 +75,19 @@ class Controller:
         self.freed: set[int] = set()
         self.elastic: set[int] = set()
         self.leases: list[tuple[int, tuple[int, ...], float, float]] = []
+        self.tick = NEVER  # when a preemptive policy looks again
         self.drained: tuple[float, float] | None = None
         """When the last job had been admitted, and the work done by then (device-seconds of a full gang)."""
 
     def run(self) -> None:
-        engine, tick, at = self.engine, NEVER, 0
+        engine, at = self.engine, 0
         left = len(self.tickets)
         while left:
             arrival = self.tickets[at].job.arrival if at < len(self.tickets) else NEVER
-            back = engine.run(min(arrival, tick))
+            back = engine.run(min(arrival, self.tick))
             for key in back:
                 left -= self._boundary(key)
-            if not back and arrival == NEVER and tick == NEVER:
+            if not back and arrival == NEVER and self.tick == NEVER:
                 raise Error(self._stuck())
             while at < len(self.tickets) and self.tickets[at].job.arrival <= engine.now + 1e-9:
                 self._wait(at)
@@ -93,9 +95,9 @@ class Controller:
             if self.policy.preempt:
                 self._preempt()
                 if not self.num_waiting or not self.policy.quantum:
-                    tick = NEVER
-                elif tick == NEVER or tick <= engine.now:
-                    tick = engine.now + self.policy.quantum
+                    self.tick = NEVER
+                elif self.tick == NEVER or self.tick <= engine.now:
+                    self.tick = engine.now + self.policy.quantum
             else:
                 self._admit_waiting()
                 if self.policy.repack:
@@ -114,21 +116,30 @@ class Controller:
         else:
             shape, fewest = t.standing.shape, t.job.phases[t.phase].min_workers
             duty = shape.duty if self.policy.shares else 1.0  # gangs are not asked for it
-            group = (duty, shape.width, shape.persistent_bytes, shape.ephemeral_bytes, t.part, fewest)
+            memory = shape.persistent_bytes, shape.ephemeral_bytes
+            group = (duty, shape.width, *memory, t.part, t.job.background, fewest)
             heapq.heappush(self.waiting.setdefault(group, []), (place, key))
 
     def _start(self, key: int, shape: Shape, devices: list[int]) -> None:
         t, now = self.tickets[key], self.engine.now
         self.num_waiting -= 1
-        self.books.add(key, shape, devices)
+        self.books.add(key, shape, devices, background=t.job.background)
         t.devices, t.running, t.lease_start = tuple(devices), True, now
         t.standing.shape = shape
-        t.standing.slice_end = now + self.policy.quantum
-        delay = self.costs.restart if t.first_start < NEVER else 0.0
+        t.standing.slice_end = self._slice_end()
+        again = self.costs.move if self.policy.suspend else self.costs.restart
+        delay = again if t.first_start < NEVER else 0.0
         t.first_start = min(t.first_start, now)
         if t.job.phases[t.phase].min_workers:
             self.elastic.add(key)
         self.engine.start(t.standing, shape, devices, until=t.phase_end, delay=delay)
+
+    def _slice_end(self) -> float:
+        """Slices end together, when the policy looks again; one shorter than half a quantum until the next time."""
+        now, quantum = self.engine.now, self.policy.quantum
+        if self.tick == NEVER:
+            return now + quantum
+        return self.tick if self.tick >= now + quantum / 2 else self.tick + quantum
 
     def _leave(self, key: int) -> None:
         t = self.tickets[key]
@@ -160,7 +171,7 @@ class Controller:
                 t.phase += 1
                 t.phase_end += t.job.phases[t.phase].iterations
                 s.shape = t.job.shape(t.phase)
-            s.turn = self.engine.now
+            s.turn, s.slice_end = self.engine.now, -NEVER
             t.restarts += 1
             self._wait(key)
             return False
@@ -208,13 +219,14 @@ class Controller:
 
     def _try(self, key: int, group: Class) -> bool:
         t = self.tickets[key]
-        shape, part, fewest = t.standing.shape, t.part, group[-1]
-        found = admit(self.books, shape, self.policy.rules, allowed=self.masks[part])
+        # Who cannot widen a job again does not start it with fewer workers.
+        shape, part, fewest = t.standing.shape, t.part, group[-1] if self.policy.repack else 0
+        found = admit(self.books, shape, self.policy.rules, allowed=self.masks[part], background=t.job.background)
         width = shape.width
         while found is None and 0 < fewest < width:
             width -= 1
             shape = t.job.shape(t.phase, width)
-            found = admit(self.books, shape, self.policy.rules, allowed=self.masks[part])
+            found = admit(self.books, shape, self.policy.rules, allowed=self.masks[part], background=t.job.background)
         if found is None:
             return False
         self._start(key, shape, found)
@@ -333,7 +345,8 @@ class Controller:
             fewest, width = t.job.phases[t.phase].min_workers, t.standing.shape.width
             if t.change is None and width > fewest and len(t.devices) == width:
                 offers.append((key, [t.job.shape(t.phase, width - c) for c in range(1, width - fewest + 1)]))
-        found = narrow(self.books, self.tickets[head].standing.shape, offers, self.policy.rules)
+        first = self.tickets[head]
+        found = narrow(self.books, first.standing.shape, offers, self.policy.rules, background=first.job.background)
         if found is not None:
             key, fewer = found
             self._plan(key, -fewer, list(self.tickets[key].devices[:-fewer]))
@@ -356,5 +369,7 @@ class Controller:
 
     def _stuck(self) -> str:
         t = next(t for t in self.tickets if t.finish == NEVER and not t.running)
-        reason = why(self.books, t.standing.shape, self.policy.rules, allowed=self.masks[t.part])
+        reason = why(
+            self.books, t.standing.shape, self.policy.rules, allowed=self.masks[t.part], background=t.job.background
+        )
         return f"{self.policy.name}: job {t.job.name!r} can never run: {reason}"

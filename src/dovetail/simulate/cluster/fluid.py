@@ -87,8 +87,9 @@ class FluidEngine:
         if self.now > start and f.rate and not f.paused:
             done = f.rate * (self.now - start)
             f.standing.done = min(f.standing.done + done, f.until)
-            used = done / f.shape.progress * f.shape.work
-            f.standing.attained += used
+            rounds = done / f.shape.progress
+            used = rounds * f.shape.work
+            f.standing.attained += used if self.policy.shares else rounds * f.shape.held
             self.busy += used
             overlap = min(self.now, self.window[1]) - max(start, self.window[0])
             if overlap > 0:

@@ -75,7 +75,8 @@ def together(
         devices = [places[i][p] for p in sorted(places[i])]
         engine.start(standing, shape, devices, until=math.inf)
         standings.append(standing)
-    slowest = max(shape.period for shape in shapes)
+    # A job with fewer devices than workers takes turns with itself.
+    slowest = max(shape.period * math.ceil(shape.width / len(places[i])) for i, shape in enumerate(shapes))
     engine.run(WARM * slowest)
     first = [(s.done, engine.active[i].since) for i, s in enumerate(standings)]
     for round in range(1, MEASURED + 1):

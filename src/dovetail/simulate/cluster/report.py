@@ -15,6 +15,8 @@ from .run import FloatArray, Outcome
 GROWING, NOTICED = 0.05, 1.5
 """A queue is unbounded where this share of the arriving work stays behind and jobs take so much longer than alone. The
 second keeps one very long job in a short trace from looking like a queue."""
+UNFAIR = 1.1
+"""Finish-time fairness from which a job counts as badly off: jitter alone makes wide jobs a little late."""
 SAMPLES = 16
 """Moments at which the backlog is looked at, per quarter."""
 Mask = npt.NDArray[np.bool_]
@@ -38,7 +40,7 @@ class Group:
     slowdown: float
     """Mean of completion over the time a gang with full backpropagation would take on devices of its own."""
     unfair: float
-    """Share of jobs whose finish-time fairness is above 1: later than on an equal share of the cluster of their own."""
+    """Share of jobs a tenth or more later than on an equal share of the cluster of their own."""
     worst_fairness: float
     """The 99th percentile of finish-time fairness."""
 
@@ -60,7 +62,8 @@ class Report:
     window_busy: float
     """The same within the steady-state window."""
     throughput: float
-    """Work done until the queue emptied for good, in units of devices full of gangs: the measure under backlog."""
+    """Work done until the queue emptied for good, in units of devices full of gangs: the measure under backlog. Until
+    the last finish where everybody started at once."""
     drift: float
     """How fast the backlog grew, as a share of the arriving work."""
     restarts: int
@@ -102,6 +105,8 @@ def report(outcome: Outcome) -> Report:
     devices = outcome.cluster.devices
     makespan = outcome.makespan
     drained, done = outcome.drained
+    if drained <= arrival[0]:
+        drained, done = makespan, float(work.sum())
     return Report(
         policy=outcome.policy.name,
         level=outcome.level,
@@ -112,7 +117,7 @@ def report(outcome: Outcome) -> Report:
         bound=bounds(jobs, devices),
         busy=outcome.busy / (devices * (makespan - float(arrival[0]))),
         window_busy=outcome.window_busy / (devices * (high - low)) if high > low else 0.0,
-        throughput=done / (devices * (drained - float(arrival[0]))) if drained > arrival[0] else 0.0,
+        throughput=done / (devices * (drained - float(arrival[0]))),
         drift=drift(outcome) if span else 1.0,
         restarts=int(outcome.restarts.sum()),
         groups=tuple(groups),
@@ -137,7 +142,7 @@ def _group(
         p99=float(np.percentile(completion, 99)),
         queueing=float((start - arrival)[mask].mean()),
         slowdown=float((completion / alone[mask]).mean()),
-        unfair=float((fair[mask] > 1.0 + 1e-6).mean()),
+        unfair=float((fair[mask] >= UNFAIR).mean()),
         worst_fairness=float(np.percentile(fair[mask], 99)),
     )
 

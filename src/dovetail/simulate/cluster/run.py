@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Lease, Schedule, TaskRun
 from dovetail.planning.pack import Cluster
+from dovetail.planning.priority import classes
 from dovetail.planning.schedulers import Policy
 
 from .control import Controller, Engine
@@ -80,8 +81,9 @@ def simulate(
     if not jobs:
         raise Error("no jobs to schedule")
     for job in jobs:
-        if max(p.workers for p in job.phases) > cluster.devices:
-            raise Error(f"job {job.name!r} needs {job.workers} devices, the cluster has {cluster.devices}")
+        widest = max(p.workers for p in job.phases)
+        if widest > cluster.devices:
+            raise Error(f"job {job.name!r} needs {widest} devices, the cluster has {cluster.devices}")
         if job.persistent_bytes + job.ephemeral_bytes > cluster.device_bytes:
             need = job.persistent_bytes + job.ephemeral_bytes
             raise Error(f"job {job.name!r} needs {need} bytes on a device, each has {cluster.device_bytes}")
@@ -90,6 +92,10 @@ def simulate(
         level = "task" if tasks <= MANY_TASKS else "fluid"
     first, last = jobs[0].arrival, jobs[-1].arrival
     span = (first + window[0] * (last - first), first + window[1] * (last - first) if last > first else float("inf"))
+    if not any(span[0] <= job.arrival <= span[1] for job in jobs):
+        raise Error(f"window {window[0]:g}..{window[1]:g}: expected a part of the arrivals with jobs, got one without")
+    if policy.order == "queues" and not policy.thresholds:
+        policy = replace(policy, thresholds=classes(job.gang_work for job in jobs))
     kind = TaskEngine if level == "task" else FluidEngine
     engine: Engine = kind(cluster.devices, policy, costs, window=span)
     if record and isinstance(engine, TaskEngine):

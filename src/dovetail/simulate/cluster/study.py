@@ -58,6 +58,10 @@ class Cell:
     outcome: Outcome
     """Of the first sample."""
 
+    @property
+    def name(self) -> str:
+        return self.contender.name + (f" at load {self.load:g}" if self.load else "")
+
     def figure(self, of: Callable[[Report], float]) -> Spread:
         return spread([of(r) for r in self.reports])
 

@@ -175,7 +175,7 @@ class TaskEngine:
         s = r.standing
         s.done += r.shape.progress
         s.rounds += 1
-        s.attained += r.shape.work
+        s.attained += r.shape.work if self.policy.shares else r.shape.held
         r.since = self.now
         if self._dynamic:
             r.rank = rank(self.policy.order, s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Phase
@@ -77,12 +77,15 @@ class Assumed:
             tenant=tenant,
         )
 
-    def describe(self) -> str:
+    def duties(self) -> str:
         if self.shape == "mixed":
-            duty = " or ".join(f"{d:.0%}" for d in sorted(DUTIES.values()))
-        else:
-            duty = f"{DUTIES[self.shape]:.0%}"
-        return f"iterations of {self.iteration:g} s, {duty} of it on the device, {self.backward:.0%} of that backward"
+            return " or ".join(f"{d:.0%}" for d in sorted(DUTIES.values()))
+        return f"{DUTIES[self.shape]:.0%}"
 
-    def seeded(self, seed: int) -> Assumed:
-        return replace(self, seed=seed)
+    def describe(self) -> str:
+        device = f"{self.duties()} of it on the device, {self.backward:.0%} of that backward"
+        return f"iterations of {self.iteration:g} s, {device}"
+
+    def memory(self) -> str:
+        stays, more = self.persistent_bytes / GIB, self.ephemeral_bytes / GIB
+        return f"{stays:g} GiB of a job on each of its devices, {more:g} GiB more while a task runs"

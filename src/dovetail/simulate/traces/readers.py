@@ -1,4 +1,4 @@
-"""Traces of real clusters, and a CSV of our own, as jobs. The format is recognised by the header."""
+"""Traces of real clusters, and a CSV of our own, as jobs. The format is recognised by the header, Gavel's by .trace."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 
 from dovetail.core.errors import InputError
 from dovetail.core.job import Job, Phase
+from dovetail.core.store import MOST_BYTES
 
 from .assume import Assumed
 from .rows import Row, header, table
@@ -56,17 +57,17 @@ def read_trace(path: str | Path, *, assumed: Assumed = Assumed(), device: str = 
         return _sorted(path, "gavel", jobs, what)
     names = header(path)
     if names == PHILLY:
-        return _sorted(path, "philly", table(path, _numbered(_philly, assumed)), assumed.describe())
+        what = f"{assumed.describe()}; {assumed.memory()}"
+        return _sorted(path, "philly", table(path, _numbered(_philly, assumed)), what)
     if names == MURI:
-        what = f"{assumed.backward:.0%} of the device time backward, memory"
+        what = f"{assumed.backward:.0%} of the device time backward; {assumed.memory()}"
         return _sorted(path, "muri", table(path, lambda row: _muri(row, assumed)), what)
     if names == POLLUX:
         jobs = _pollux(path, assumed)
-        return _sorted(path, "pollux", jobs, "device-hours by application, backward share, memory")
+        return _sorted(path, "pollux", jobs, f"device-hours by application, backward share; {assumed.memory()}")
     if set(OWN_REQUIRED) <= set(names):
         _check_own(path, names)
-        known = "iterations" in names
-        return _sorted(path, "dovetail", table(path, _numbered(_own, assumed)), "" if known else assumed.describe())
+        return _sorted(path, "dovetail", table(path, _numbered(_own, assumed)), _assumed_of_own(names, assumed))
     raise InputError(
         path,
         "line 1",
@@ -129,7 +130,8 @@ def _gavel(path: Path, assumed: Assumed, device: str) -> tuple[list[Job], str]:
     except (OSError, json.JSONDecodeError, UnicodeDecodeError):
         raise InputError(beside, "", "expected Gavel's throughputs in JSON beside the trace") from None
     if not isinstance(rates, dict) or not isinstance(rates.get(device), dict):
-        raise InputError(beside, device, f"expected throughputs of this device, got {', '.join(rates)}")
+        got = ", ".join(rates) if isinstance(rates, dict) else type(rates).__name__
+        raise InputError(beside, device, f"expected throughputs of this device, got {got}")
     known = rates[device]
     count = 0
 
@@ -159,7 +161,8 @@ def _gavel(path: Path, assumed: Assumed, device: str) -> tuple[list[Job], str]:
             iteration=1 / rate,
         )
 
-    return table(path, one, fields=GAVEL, delimiter="\t"), f"share of an iteration on the device; rates of {device}"
+    what = f"{assumed.duties()} of an iteration on the device; rates of {device}; {assumed.memory()}"
+    return table(path, one, fields=GAVEL, delimiter="\t"), what
 
 
 def _pollux(path: Path, assumed: Assumed) -> list[Job]:
@@ -176,14 +179,17 @@ def _pollux(path: Path, assumed: Assumed) -> list[Job]:
 
         def placed(row: Row) -> None:
             placement = row.text("placement")
+            if not placement.isdecimal() or not sum(map(int, placement)):
+                raise row.bad("placement", "one digit for each node, not all 0")
             replicas = sum(map(int, placement))
             tight = len(placement) == math.ceil(replicas / 4)
             if tight:
                 times = row.number("step_time", above=True), row.number("sync_time")
                 found.setdefault(replicas, {})[row.whole("local_bsz", least=1)] = times
 
-        table(path.parent / f"{application}-scalability.csv", spread)
-        table(path.parent / f"{application}-placements.csv", placed)
+        times = ("local_bsz", "step_time", "sync_time")
+        table(path.parent / f"{application}-scalability.csv", spread, needed=("num_replicas", *times))
+        table(path.parent / f"{application}-placements.csv", placed, needed=("placement", *times))
         return found
 
     def one(row: Row) -> Job:
@@ -223,6 +229,17 @@ def _check_own(path: Path, names: list[str]) -> None:
         raise InputError(path, "line 1", "expected a column duration, or iterations, forward and backward")
 
 
+def _assumed_of_own(names: list[str], assumed: Assumed) -> str:
+    said = []
+    if "iterations" not in names:
+        said.append(assumed.describe())
+    elif "off_device" not in names:
+        said.append("no time off the device")
+    if not {"persistent_bytes", "ephemeral_bytes"} <= set(names):
+        said.append(assumed.memory())
+    return "; ".join(said)
+
+
 def _own(row: Row, serial: int, assumed: Assumed) -> Job:
     workers = row.whole("workers", least=1)
     name = row.text("name") if row.has("name") else f"job {serial}"
@@ -256,8 +273,14 @@ def _own(row: Row, serial: int, assumed: Assumed) -> Job:
         job,
         phases=(phase,),
         persistent_bytes=(
-            row.whole("persistent_bytes", least=0) if row.has("persistent_bytes") else job.persistent_bytes
+            row.whole("persistent_bytes", least=0, most=MOST_BYTES)
+            if row.has("persistent_bytes")
+            else job.persistent_bytes
         ),
-        ephemeral_bytes=row.whole("ephemeral_bytes", least=0) if row.has("ephemeral_bytes") else job.ephemeral_bytes,
+        ephemeral_bytes=(
+            row.whole("ephemeral_bytes", least=0, most=MOST_BYTES)
+            if row.has("ephemeral_bytes")
+            else job.ephemeral_bytes
+        ),
         background=row.flag("background") if row.has("background") else False,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dovetail.core.errors import Error, InputError
+from dovetail.core.store import MOST_COUNT, MOST_SECONDS
 
 T = TypeVar("T")
 MOST_REPORTED = 20
@@ -33,7 +34,9 @@ class Row:
         self.path, self.line, self.cells = path, line, cells
 
     def bad(self, field: str, expected: str) -> InputError:
-        return InputError(self.path, f"line {self.line}, {field}", f"expected {expected}, got {self.cells[field]!r}")
+        got = self.cells[field]
+        got = got if len(got) <= 40 else f"{got[:40]}…"
+        return InputError(self.path, f"line {self.line}, {field}", f"expected {expected}, got {got!r}")
 
     def has(self, field: str) -> bool:
         return bool(self.cells.get(field))
@@ -43,13 +46,15 @@ class Row:
             raise self.bad(field, "a name")
         return self.cells[field]
 
-    def whole(self, field: str, *, least: int) -> int:
+    def whole(self, field: str, *, least: int, most: int = MOST_COUNT) -> int:
         try:
             value = int(self.cells[field])
         except ValueError:
             raise self.bad(field, f"a whole number of at least {least}") from None
         if value < least:
             raise self.bad(field, f"a whole number of at least {least}")
+        if value > most:
+            raise self.bad(field, f"a whole number of at most {most}")
         return value
 
     def number(self, field: str, *, least: float = 0.0, above: bool = False) -> float:
@@ -60,6 +65,8 @@ class Row:
             raise self.bad(field, wanted) from None
         if not math.isfinite(value) or value < least or (above and value == least):
             raise self.bad(field, wanted)
+        if value > MOST_SECONDS:
+            raise self.bad(field, f"a number of at most {MOST_SECONDS:g}")
         return value
 
     def flag(self, field: str) -> bool:
@@ -78,7 +85,7 @@ class Row:
 
 def lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin a file with a mark
             yield from file
     except OSError as e:
         raise InputError(path, "", f"cannot be read: {(e.strerror or str(e)).lower()}") from None
@@ -91,15 +98,28 @@ def header(path: Path) -> list[str]:
     first = next(lines(path), "")
     if not first.strip():
         raise InputError(path, "line 1", "expected a header, got an empty line")
-    return [name.strip() for name in next(csv.reader([first]))]
+    try:
+        return [name.strip() for name in next(csv.reader([first]))]
+    except csv.Error as e:
+        raise InputError(path, "line 1", f"expected comma-separated values: {e}") from None
 
 
-def table(path: Path, parse: Callable[[Row], T], *, fields: list[str] | None = None, delimiter: str = ",") -> list[T]:
+def table(
+    path: Path,
+    parse: Callable[[Row], T],
+    *,
+    fields: list[str] | None = None,
+    needed: tuple[str, ...] = (),
+    delimiter: str = ",",
+) -> list[T]:
     """Every row of a table, parsed. Empty lines at the end are allowed, everything else must be right.
 
-    `fields` names the columns of a table without a header.
+    `fields` names the columns of a table without a header, `needed` those that a header must have.
     """
     names = header(path) if fields is None else fields
+    for name in needed:
+        if name not in names:
+            raise InputError(path, "line 1", f"expected a column {name}")
     if len(set(names)) < len(names):
         twice = next(n for n in names if names.count(n) > 1)
         raise InputError(path, "line 1", f"expected every column once, got {twice!r} twice")
