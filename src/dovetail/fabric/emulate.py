@@ -300,10 +300,13 @@ def down(name: str) -> int:
         raise Error("removing a fabric needs root")
     # The name in a namespace's name ends with the process that built it: an interrupted build is found without a file.
     removed = 0
-    for run in {
-        m[1] for n in netns.named(f"{netns.PREFIX}{name}-") if (m := re.match(rf"dvf-({name}-\d+)-[sh]\d+$", n))
-    }:
-        removed += netns.remove(f"{netns.PREFIX}{run}-")
+    for _ in range(20):  # a builder that was just killed may still have made one more: until nothing new appears
+        runs = {
+            m[1] for n in netns.named(f"{netns.PREFIX}{name}-") if (m := re.match(rf"dvf-({name}-\d+)-[sh]\d+$", n))
+        }
+        if not runs:
+            break
+        removed += sum(netns.remove(f"{netns.PREFIX}{run}-") for run in runs)
     for file in (RUN / f"{name}.json", *RUN.glob(f".{name}.json.*")):  # the latter: half-written when it was killed
         file.unlink(missing_ok=True)
     shutil.rmtree(RUN / name, ignore_errors=True)

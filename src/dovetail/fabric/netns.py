@@ -61,9 +61,14 @@ def batch(lines: list[str], *, timeout: float = 120) -> None:
         capture_output=True,
         timeout=timeout,
         check=False,
+        preexec_fn=_die_with_parent,  # or it would go on building after a kill -9 of ours
     )
     if done.returncode:
         raise Error(f"ip: {(done.stderr.strip() or 'failed').splitlines()[0]}")
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def sysctl(path: str, value: str) -> None:
