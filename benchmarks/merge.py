@@ -2,7 +2,8 @@
 
 Devices are emulated (they wait for layer times whose proportions were measured on this machine), gradients are real and
 cross real links limited to a rate (network namespaces, so root is needed). All contestants take turns in the same
-processes. Run: python benchmarks/merge.py [--quick] [--json FILE]
+processes; contestants with the very same buckets share their turns.
+Run: python benchmarks/merge.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MODELS = {"ResNet-50": "resnet50", "BERT-like": "hf:bert-base?layers=12&hidden=2
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--cell", metavar="'MODEL, REGIME'", help="only this cell, with five rounds, to look again")
+    options.add_argument("--cell", metavar="'MODEL, REGIME'", help="only this cell, to look again")
     args = options.parse_args()
     if reason := available():
         console.print(f"benchmarks/merge.py: {reason}")
@@ -69,8 +70,8 @@ def main() -> None:
                 scaled,
                 rivals,
                 Setting(ranks=RANKS, rate=RATE, latency=regime.latency),
-                rounds=2 if args.quick else 5 if args.cell else 3,
-                steps=2 if args.quick else 3,
+                rounds=2 if args.quick else 4,
+                steps=2 if args.quick else 5,
                 tuning={"measure": 6, "steps": 2} if args.quick else {},
             )
             rows = cell_rows(model, regime, outcome)
@@ -107,6 +108,7 @@ def cell_rows(model: str, regime: Regime, outcome: Outcome) -> list[dict[str, An
             "prediction": entry.predicted,
             "lower_bound": entry.lower_bound,
             "buckets": entry.buckets,
+            "same_buckets_as": list(entry.same_as),
         }
         for entry in outcome.entries
     ]
@@ -156,11 +158,12 @@ def contest_checks(cells: list[dict[str, Any]]) -> list[Check]:
         within = ours["iteration"]["median"] - best["iteration"]["median"] <= spread
         gains.append(ours["iteration"]["median"] / median(rows, "ddp"))
         tie = " (a tie with DDP's default)" if abs(gains[-1] - 1) < 0.02 else ""
+        same = f"; the same buckets as {', '.join(ours['same_buckets_as'])}" if ours["same_buckets_as"] else ""
         checks.append(
             Check(
                 name=f"{model}, {regime}: planned against the best of DDP default, caps 1–100 MiB, per-tensor, single",
                 value=f"{ratio:.3f} × {best['policy']}, spread ±{spread / best['iteration']['median']:.1%}; "
-                f"{gains[-1]:.3f} × DDP{tie}",
+                f"{gains[-1]:.3f} × DDP{tie}{same}",
                 target="≤ 1.02, or within the spread",
                 holds=ratio <= 1.02 or within,
             )

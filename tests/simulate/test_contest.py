@@ -24,7 +24,7 @@ def test_every_contestant_runs_as_often_and_is_predicted_from_the_same_profile(
     lines: list[str] = []
     outcome = run(
         small,
-        ["single", "per-tensor"],
+        ["single", "per-tensor", "threshold:1000"],
         Setting(ranks=2, rate=None, latency=latency),
         rounds=2,
         steps=2,
@@ -32,9 +32,13 @@ def test_every_contestant_runs_as_often_and_is_predicted_from_the_same_profile(
         timeout=200,
         on_line=lines.append,
     )
-    assert {e.policy for e in outcome.entries} == {"ddp", "single", "per-tensor", DOVETAIL}
+    assert {e.policy for e in outcome.entries} == {"ddp", "single", "per-tensor", "threshold:1000", DOVETAIL}
     assert all(len(e.seconds) == 4 and min(e.seconds) > 0.012 for e in outcome.entries)
     assert outcome.entry("single").buckets == 1
+    # One program under two names: the same turns, the same times.
+    assert "threshold:1000" in outcome.entry("single").same_as
+    assert outcome.entry("threshold:1000").seconds == outcome.entry("single").seconds
+    assert not {"single", "per-tensor"} & set(outcome.entry("ddp").same_as)
     assert outcome.entry("per-tensor").buckets == len(small.tensors)
     for policy in ("ddp", "single", "per-tensor"):
         expected = planning.plan(small, outcome.network, policy=policy).prediction

@@ -3,7 +3,8 @@
 Every rank emulates the profile on one DDP module. First dovetail plans for it, as it would for a user. Then all
 contestants take turns on that same module, in an order that is shuffled for every round; each turn exchanges the
 reducer, lets it settle and takes the time of a few steps. What a contestant gets is what torch's DDP would do with the
-same caps; dovetail's turn uses what dovetail has kept.
+same caps; dovetail's turn uses what dovetail has kept. Contestants with the very same buckets are one program under
+several names: they take one turn and share its times, so noise cannot tell them apart.
 
 `run` is the caller's side; `python -m dovetail.simulate.contest SPEC` is one rank's.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ class Entry(store.Record, frozen=True, kw_only=True):
     lower_bound: float
     seconds: tuple[float, ...]
     """Iteration times of the slowest rank."""
+    same_as: tuple[str, ...] = ()
+    """Contestants with the very same buckets, which share these times."""
 
 
 class Outcome(store.Record, frozen=True, kw_only=True):
@@ -176,10 +179,11 @@ def _rank(spec: Spec) -> Any:
     buckets = {name: len(plan.buckets) for name, plan in plans.items()}
     plans[DOVETAIL] = planning.predict(kept, spec.profile, network) if kept else plans["ddp"]
     buckets[DOVETAIL] = len(plans[DOVETAIL].buckets)
-    times: dict[str, list[float]] = {name: [] for name in configs}
+    alike = _alike({name: config.per_bucket_bytes_caps for name, config in configs.items()})
+    times: dict[str, list[float]] = {names[0]: [] for names in alike}
     rng = random.Random(spec.seed)  # the same on all ranks, so all take the same turns
     for turn in range(spec.rounds):
-        for name in rng.sample(sorted(configs), len(configs)):
+        for name in rng.sample(sorted(times), len(times)):
             reducer.exchange(model, configs[name])
             for _ in range(spec.settle):
                 step()
@@ -200,9 +204,11 @@ def _rank(spec: Spec) -> Any:
                 buckets=buckets[name],
                 predicted=plans[name].prediction.iteration,
                 lower_bound=plans[name].prediction.lower_bound,
-                seconds=tuple(seconds),
+                seconds=tuple(times[names[0]]),
+                same_as=tuple(other for other in names if other != name),
             )
-            for name, seconds in times.items()
+            for names in alike
+            for name in names
         ),
         kept=kept,
         explained=str(report),
@@ -218,6 +224,14 @@ def _plans(spec: Spec, network: Network, workers: int) -> dict[str, Plan]:
 
     names = dict.fromkeys(["ddp", *spec.policies])
     return {name: planning.plan(spec.profile, network, workers=workers, policy=name) for name in names}
+
+
+def _alike(caps: Mapping[str, Sequence[int]]) -> list[list[str]]:
+    """Contestants in groups of equal bucket caps; on one module these give equal buckets."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, sizes in caps.items():
+        groups.setdefault(tuple(sizes), []).append(name)
+    return list(groups.values())
 
 
 def _fit(network: Network) -> str:
