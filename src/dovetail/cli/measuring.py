@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -156,13 +155,14 @@ def _measure_here(workers: int, rate: str | None, seconds: float, name: str | No
 
     from dovetail.core import store
     from dovetail.core.network import Network
+    from dovetail.core.scratch import scratch
     from dovetail.simulate.launch import launch
     from dovetail.simulate.shaped import shaped
 
     links = f"links of {rate}, emulated" if rate else "loopback"
     name = name or (f"emulated-{rate}-{workers}" if rate else f"loopback-{workers}")
     with (
-        tempfile.TemporaryDirectory(prefix="dovetail-network-") as folder,
+        scratch("network") as folder,
         shaped(workers, rate=rate) if rate else contextlib.nullcontext() as wires,
         shell.working(f"measuring {workers} ranks on {links}, about {seconds:g} s"),
     ):

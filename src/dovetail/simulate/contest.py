@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from dovetail.core import store
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
+from dovetail.core.scratch import scratch
 from dovetail.core.timeline import Timeline
 
 DOVETAIL = "dovetail"
@@ -114,7 +114,7 @@ def run(
         tuning=tuning or {},
     )
     with (
-        tempfile.TemporaryDirectory(prefix="dovetail-contest-") as folder,
+        scratch("contest") as folder,
         shaped(setting.ranks, rate=setting.rate) if setting.rate else nullcontext() as network,
     ):
         path = Path(folder, "spec.json")

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dovetail.core.errors import Error
+from dovetail.core.scratch import scratch
 from dovetail.core.store import write_text
 from dovetail.simulate.shaped import ShapedNetwork, sigterm_raises
 
@@ -95,7 +95,7 @@ def launch(
         raise Error(f"ranks: expected at most the network's {network.ranks}, got {ranks}")
     if not timeout > 0:
         raise Error(f"timeout: expected more than 0 seconds, got {timeout}")
-    with tempfile.TemporaryDirectory(prefix="dovetail-launch-") as folder, sigterm_raises(), _Ranks() as running:
+    with scratch("launch") as folder, sigterm_raises(), _Ranks() as running:
         shared = _shared_environment(ranks, network) | (env or {})
         for rank in range(ranks):
             inside = ["ip", "netns", "exec", network.namespaces[rank]] if network else []
