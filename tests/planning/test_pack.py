@@ -243,6 +243,24 @@ def test_a_guarded_task_starts_only_if_it_ends_before_it_is_in_the_way() -> None
         assert pick([foreground, filler], 1, 1.0, "off") is filler
 
 
+def test_the_guard_learns_how_long_tasks_of_each_depth_take() -> None:
+    """A filler whose tasks take longer than its profile says is passed over; its other depth is judged by itself."""
+    foreground = Resident(0, shape(device=0.5), (0,), BASE)
+    foreground.next_release = 1.0
+    depths = Phase(iterations=1, workers=2, depths=(0.5, 1.0))
+    tasks = Job(name="f", phases=(depths,), forward=0.2, backward=0.6).shape()
+    filler = Resident(1, tasks, (0, 1), (True, 0.0, 0.0, 1))
+    filler.release()
+    assert pick([foreground, filler], 0, 0.0, "background") is filler
+    for _ in range(20):
+        filler.observe(filler.offers(0), 1.2)
+    assert filler.predicted(filler.offers(0)) == pytest.approx(1.2, rel=0.01)
+    assert pick([foreground, filler], 0, 0.0, "background") is None
+    filler.take(1)
+    assert filler.predicted(filler.offers(0)) == pytest.approx(0.5), "nothing was seen of this depth"
+    assert pick([foreground, filler], 0, 0.0, "background") is filler
+
+
 def test_a_crowded_job_moves_to_the_emptier_node_and_only_then() -> None:
     devices = Devices(Cluster(devices=8, node=4, device_bytes=100))
     for key in (0, 1):
@@ -271,6 +289,7 @@ def test_policies_have_names_and_a_wrong_one_is_told_the_right_ones() -> None:
         "jigsaw",
         "gang-fifo",
         "gang-fifo-backfill",
+        "gang-easy-backfill",
         "gang-srsf",
         "tiresias-las",
         "gandiva-timeslice",

@@ -42,7 +42,7 @@ class Cluster:
 class Rules:
     """How devices may be shared."""
 
-    duty_cap: float = 2.0
+    duty_cap: float = 2.5
     max_residents: int = 4
     locality: Literal["node", "any"] = "node"
     """node: a job that fits a node stays in one; any: wherever there is room."""
