@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dovetail.planning.pack import Cluster
 from dovetail.planning.schedulers import policy
 from dovetail.simulate.cluster import EXACT, Costs, Outcome, bounds, capacity, report, simulate
 from dovetail.simulate.cluster.bounds import saturated_bound
-from dovetail.simulate.cluster.study import contenders, study
+from dovetail.simulate.cluster.study import Contender, contenders, study
 from schedule_runs import on_all_cores
 
 BASE = "gang-fifo-backfill"
@@ -138,7 +139,8 @@ def mixed(item: tuple[str, int, str]) -> dict[str, tuple[float, ...]]:
     models, load = KINDS[kind]
     jobs = mix(models, seed, load=load)
     base, rows = None, {}
-    for c in contenders(who):
+    two = Contender(replace(policy("jigsaw", duty_cap=2.0), name="jigsaw (duty cap 2)"), "ladder")
+    for c in [*contenders(who), two]:
         batch = [j.with_depths(c.depths) for j in jobs]
         r = report(simulate(batch, Cluster(devices=32), c.policy, level="task", costs=Costs(seed=seed)))
         base = base or r

@@ -1,7 +1,7 @@
 """Admission: which devices a job may share, and why it has to wait.
 
 A device's load is the sum of its residents' duties, a job's duty being the share of a device that it would use if it
-had it to itself. A job is admitted where load + duty stays under the cap (1.0: in the mean nobody is slowed; 1.6–2.0:
+had it to itself. A job is admitted where load + duty stays under the cap (1.0: in the mean nobody is slowed; 1.6–2.5:
 throughput); the duty of background jobs, which give way, counts only against other background jobs. And the memory
 rule must hold: one task runs at a time and its activations are gone at its end, so a device must hold every resident's
 persistent bytes and the largest ephemeral demand among them. Both are checked and booked in one step, for all devices
@@ -43,6 +43,8 @@ class Rules:
     """How devices may be shared."""
 
     duty_cap: float = 2.5
+    """Lets three jobs share a device whose ladders use it for 0.83 of the time; two leave it idle when both are at their
+    barriers. Full-depth jobs, which use it always, stay two."""
     max_residents: int = 4
     locality: Literal["node", "any"] = "node"
     """node: a job that fits a node stays in one; any: wherever there is room."""
