@@ -43,8 +43,8 @@ class Rules:
     """How devices may be shared."""
 
     duty_cap: float = 2.5
-    """Lets three jobs share a device whose ladders use it for 0.83 of the time; two leave it idle when both are at their
-    barriers. Full-depth jobs, which use it always, stay two."""
+    """Lets three jobs share a device whose ladders use it for 0.83 of the time: two leave it idle when both are at
+    their barriers. Full-depth jobs, which use it always, stay two."""
     max_residents: int = 4
     locality: Literal["node", "any"] = "node"
     """node: a job that fits a node stays in one; any: wherever there is room."""
