@@ -200,11 +200,11 @@ def main() -> None:
     saturation(tables["saturated"], checks)
     tables["mixes"] = studies.mixes(3 if args.quick else 8, QUICK if args.quick else FULL)
     gains(tables["mixes"], checks)
-    tables["levels"] = studies.agreement(2 if args.quick else 4)
+    tables["levels"] = studies.agreement(2 if args.quick else 3)
     levels(tables["levels"], checks)
     tables["full scale"] = full_scale(args.quick, checks)
     if not args.quick:
-        tables["capacity"] = studies.capacities(3)
+        tables["capacity"] = studies.capacities(2)
         show("capacity", "capacity: the largest load with a bounded queue, mean (lowest–highest)", tables["capacity"], {
             "policy": lambda c: c["policy"],
             "capacity": lambda c: f"{c['capacity']:.2f} ({c['low']:.2f}–{c['high']:.2f})",

@@ -172,7 +172,7 @@ def mixes(seeds: int, who: str) -> list[dict[str, Any]]:
 
 
 LEVELS = ("jigsaw:ladder", "jigsaw", "jigsaw-srpt:ladder", "jigsaw-las:ladder", BASE, "gang-srsf", "tiresias-las")
-DRAWS = 5
+DRAWS = 4
 """Task-level runs of the same jobs with other jitter: what the fluid level, which has none, should be the mean of."""
 
 
