@@ -192,6 +192,7 @@ def compared(item: tuple[str, int, float]) -> dict[str, Any]:
         cell[label] = float(of(fluid) / figures.mean() - 1)
         cell[f"{label} of one run"] = float(of(fluid) / figures[0] - 1)
         cell[f"{label} of itself"] = float(np.abs(figures / figures.mean() - 1).max())
+        cell[f"{label} range"] = float(figures.max() / figures.min() - 1)
     return cell
 
 
