@@ -54,8 +54,18 @@ def machine() -> dict[str, Any]:
     }
 
 
-def finish(name: str, args: argparse.Namespace, cells: list[dict[str, Any]], checks: list[Check]) -> None:
-    """Prints the checks, failing ones too, and writes the JSON. A failed check is a result, not an error."""
+def finish(
+    name: str,
+    args: argparse.Namespace,
+    cells: list[dict[str, Any]],
+    checks: list[Check],
+    *,
+    tables: dict[str, list[str]] | None = None,
+) -> None:
+    """Prints the checks, failing ones too, and writes the JSON. A failed check is a result, not an error.
+
+    `tables` are lines of Markdown that `markdown.py --into` puts between the markers of their names.
+    """
     table = Table(title="checks", title_justify="left")
     for column in ("promise", "measured", "target", "holds"):
         table.add_column(column, overflow="fold")
@@ -69,6 +79,7 @@ def finish(name: str, args: argparse.Namespace, cells: list[dict[str, Any]], che
             "machine": machine(),
             "cells": cells,
             "checks": [asdict(c) for c in checks],
+            "tables": tables or {},
         }
         write_text(args.json, json.dumps(result, indent=1) + "\n")
         console.print(f"written to {args.json}")

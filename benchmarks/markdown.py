@@ -1,9 +1,10 @@
-"""A benchmark's JSON as Markdown tables for docs/: python benchmarks/markdown.py FILE.json"""
+"""A benchmark's JSON as Markdown tables for docs/: python benchmarks/markdown.py FILE.json [--into PAGE.md]"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,44 @@ def contests(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+def made_by(result: dict[str, Any]) -> str:
     machine = result["machine"]
-    print(f"`{result['command']}` on {machine['cores']} cores ({machine['processor']}), torch {machine['torch']}\n")
+    return f"`{result['command']}` on {machine['cores']} cores ({machine['processor']}), torch {machine['torch']}"
+
+
+def into(result: dict[str, Any], text: str) -> str:
+    """The page with each of the result's tables between its markers, <!-- NAME --> and <!-- end NAME -->.
+
+    Beside the benchmark's own tables there are "checks" and "command". A pair of markers without a table, or a table
+    without markers, is an error: a page must not keep figures of another run.
+    """
+    tables = {**result.get("tables", {}), "checks": checks(result), "command": [f"Made by {made_by(result)}."]}
+    marked = set(re.findall(r"^<!-- (?!end )(\S+) -->$", text, re.MULTILINE))
+    if marked != set(tables):
+        raise SystemExit(f"markers and tables differ: {', '.join(sorted(marked ^ set(tables)))}")
+    for name, lines in tables.items():
+        pattern = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)"
+        block = "\n".join(["", *lines, "", ""])
+        text, count = re.subn(pattern, lambda m, b=block: m[1] + b + m[2], text, flags=re.DOTALL)
+        if count != 1:
+            raise SystemExit(f"expected one pair of markers for {name!r}, found {count}")
+    return text
+
+
+def main() -> None:
+    args = argparse.ArgumentParser(description=__doc__)
+    args.add_argument("result", type=Path, metavar="FILE.json")
+    args.add_argument("--into", type=Path, metavar="PAGE.md", help="replace what stands between the page's markers")
+    given = args.parse_args()
+    result = json.loads(given.result.read_text(encoding="utf-8"))
+    if given.into is not None:
+        page = into(result, given.into.read_text(encoding="utf-8"))
+        given.into.write_text(page, encoding="utf-8")
+        return
+    print(f"{made_by(result)}\n")
     print("\n".join([*checks(result), *contests(result)]))
+    for name, lines in result.get("tables", {}).items():
+        print("\n".join(["", f"**{name}**", "", *lines]))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
-import resource
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +16,9 @@ from dovetail.planning.pack import Cluster
 from dovetail.planning.schedulers import policy
 from dovetail.simulate.cluster import EXACT, Costs, Outcome, bounds, capacity, report, simulate
 from dovetail.simulate.cluster.bounds import saturated_bound
-from dovetail.simulate.cluster.study import contenders, study
-from dovetail.simulate.traces import read_trace
+from dovetail.simulate.cluster.study import Contender, contenders, study
+from schedule_runs import on_all_cores
 
-ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT.parent / "shared" / "data" / "traces"
 BASE = "gang-fifo-backfill"
 LIKE: dict[str, tuple[float, float, float, float]] = {
     # Seconds on the device and off it in one iteration, GiB that persist and that a task needs.
@@ -87,78 +80,89 @@ def closed_forms() -> float:
     return worst  # fmt: skip
 
 
-def invariants() -> tuple[str, bool]:
-    """The property tests of the task level, as they are run by `make test`."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/simulate/test_cluster_tasks.py",
-        "-k",
-        "invariants",
-    ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    lines = run.stdout.strip().splitlines()
-    return (lines[-1] if lines else "did not run"), run.returncode == 0  # fmt: skip
+SATURATED: dict[str, tuple[str, float | None, Costs]] = {
+    # Which policy, another duty cap than its own, and what the machines add.
+    "jigsaw": ("jigsaw", None, Costs(jitter=0.03, switch=0.0)),
+    "jigsaw, jitter 4 %, switch 2 ms": ("jigsaw", None, Costs(jitter=0.04, switch=0.002)),
+    "jigsaw, duty cap 2": ("jigsaw", 2.0, Costs(jitter=0.03, switch=0.0)),
+    "jigsaw-las, duty cap 9": ("jigsaw-las", 9.0, Costs(jitter=0.03, switch=0.0)),
+}
 
 
 def saturated(iterations: int) -> list[dict[str, Any]]:
-    """Many equal ladder jobs on 16 devices: the share of the bound that they reach."""
+    """Many equal ladder jobs on 16 devices: the share of the bound that they reach.
+
+    `share` counts while there is a queue, as the bound does; `batch` from the first task to the last, so that it pays
+    for the end, when there are too few jobs left to fill the devices.
+    """
     cells = []
     for k in (2, 4, 8):
         for b in (1.0, 2.0):
             for off in (0.0, 0.15, 0.3):
                 phase = Phase(iterations=iterations, workers=k, depths=ladder(k))
+                f = 0.1
                 jobs = [
-                    Job(name=str(i), phases=(phase,), forward=1.0, backward=b, off_device=off * (1 + b))
-                    for i in range(3 * 16 // k)
+                    Job(name=str(i), phases=(phase,), forward=f, backward=b * f, off_device=off * f * (1 + b))
+                    for i in range(8 * 16 // k)
                 ]
-                chosen = policy("jigsaw-las", duty_cap=9)
-                outcome = simulate(
-                    jobs, Cluster(devices=16), chosen, level="task", costs=Costs(jitter=0.03, switch=0.0)
-                )
-                reached = sum(j.gang_work for j in jobs) / (16 * outcome.makespan)
                 limit = saturated_bound(jobs[0])
-                cells.append(
-                    {"k": k, "backward": b, "off": off, "reached": reached, "bound": limit, "share": reached / limit}
-                )
+                for label, (name, cap, costs) in SATURATED.items():
+                    chosen = policy(name, duty_cap=cap)
+                    r = report(simulate(jobs, Cluster(devices=16), chosen, level="task", costs=costs))
+                    batch = sum(j.gang_work for j in jobs) / (16 * r.makespan)
+                    cells.append(
+                        {
+                            "policy": label,
+                            "k": k,
+                            "backward": b,
+                            "off": off,
+                            "bound": limit,
+                            "reached": r.throughput,
+                            "share": r.throughput / limit,
+                            "batch": batch / limit,
+                        }
+                    )
     return cells
 
 
+RATIOS = ("makespan", "throughput", "mean", "p99", "busy", "of bound")
+KINDS: dict[str, tuple[Sequence[str], float]] = {
+    "device-bound, backlog": (DEVICE_BOUND, 0.0),
+    "with network-bound, backlog": (WITH_NETWORK_BOUND, 0.0),
+    "device-bound, load 0.9": (DEVICE_BOUND, 0.9),
+}
+
+
+def mixed(item: tuple[str, int, str]) -> dict[str, tuple[float, ...]]:
+    """Every policy on one mix, relative to gangs with backfill; the task level."""
+    kind, seed, who = item
+    models, load = KINDS[kind]
+    jobs = mix(models, seed, load=load)
+    base, rows = None, {}
+    two = Contender(replace(policy("jigsaw", duty_cap=2.0), name="jigsaw (duty cap 2)"), "ladder")
+    for c in [*contenders(who), two]:
+        batch = [j.with_depths(c.depths) for j in jobs]
+        r = report(simulate(batch, Cluster(devices=32), c.policy, level="task", costs=Costs(seed=seed)))
+        base = base or r
+        rows[c.name] = (
+            r.makespan / base.makespan,
+            r.throughput / base.throughput,
+            r.all.mean / base.all.mean,
+            r.all.p99 / base.all.p99,
+            r.busy,
+            bounds(batch, 32).makespan / r.makespan,
+        )
+    return rows
+
+
 def mixes(seeds: int, who: str) -> list[dict[str, Any]]:
-    """Every policy on every kind of mix, relative to gangs with backfill; the task level."""
     cells = []
-    for kind, models, load in (
-        ("device-bound, backlog", DEVICE_BOUND, 0.0),
-        ("with network-bound, backlog", WITH_NETWORK_BOUND, 0.0),
-        ("device-bound, load 0.9", DEVICE_BOUND, 0.9),
-    ):
-        figures: dict[str, list[tuple[float, ...]]] = {}
-        for seed in range(seeds):
-            jobs = mix(models, seed, load=load)
-            base = None
-            for c in contenders(who):
-                batch = [j.with_depths(c.depths) for j in jobs]
-                outcome = simulate(batch, Cluster(devices=32), c.policy, level="task", costs=Costs(seed=seed))
-                r = report(outcome)
-                base = base or r
-                limit = bounds(batch, 32).makespan
-                figures.setdefault(c.name, []).append(
-                    (
-                        r.makespan / base.makespan,
-                        r.throughput / base.throughput,
-                        r.all.mean / base.all.mean,
-                        r.all.p99 / base.all.p99,
-                        r.busy,
-                        limit / r.makespan,
-                    )
-                )
-        for name, rows in figures.items():
-            columns = list(zip(*rows, strict=True))
+    found = on_all_cores(mixed, [(kind, seed, who) for kind in KINDS for seed in range(seeds)])
+    for i, kind in enumerate(KINDS):
+        mine = found[i * seeds : (i + 1) * seeds]
+        for name in mine[0]:
             cell: dict[str, Any] = {"workload": kind, "policy": name, "seeds": seeds}
+            columns = zip(*(rows[name] for rows in mine), strict=True)
             for label, values in zip(
                 ("makespan", "throughput", "mean", "p99", "busy", "of bound"), columns, strict=True
             ):
@@ -167,88 +171,57 @@ def mixes(seeds: int, who: str) -> list[dict[str, Any]]:
     return cells
 
 
+LEVELS = ("jigsaw:ladder", "jigsaw", "jigsaw-srpt:ladder", "jigsaw-las:ladder", BASE, "gang-srsf", "tiresias-las")
+DRAWS = 4
+"""Task-level runs of the same jobs with other jitter: what the fluid level, which has none, should be the mean of."""
+
+
+def compared(item: tuple[str, int, float]) -> dict[str, Any]:
+    """One mix at both levels: relative errors of makespan and mean completion."""
+    name, seed, load = item
+    (c,) = contenders(name)
+    jobs = [j.with_depths(c.depths) for j in mix(DEVICE_BOUND, seed, load=load)]
+    cluster = Cluster(devices=32)
+    runs = [
+        simulate(jobs, cluster, c.policy, level="task", costs=Costs(seed=seed + 1000 * draw)) for draw in range(DRAWS)
+    ]
+    fluid = simulate(jobs, cluster, c.policy, level="fluid", costs=Costs(seed=seed))
+    cell: dict[str, Any] = {"policy": name, "seed": seed, "load": load}
+    for label, of in (("makespan", lambda o: o.makespan), ("completion", _completion)):
+        figures = np.array([of(o) for o in runs])
+        cell[label] = float(of(fluid) / figures.mean() - 1)
+        cell[f"{label} of one run"] = float(of(fluid) / figures[0] - 1)
+        cell[f"{label} of itself"] = float(np.abs(figures / figures.mean() - 1).max())
+        cell[f"{label} range"] = float(figures.max() / figures.min() - 1)
+    return cell
+
+
 def agreement(seeds: int) -> list[dict[str, Any]]:
-    """The fluid level beside the task level on the same mixes."""
-    cells = []
-    for name in (
-        "jigsaw:ladder",
-        "jigsaw",
-        "jigsaw-srpt:ladder",
-        "jigsaw-las:ladder",
-        BASE,
-        "gang-srsf",
-        "tiresias-las",
-    ):
-        (c,) = contenders(name)
-        errors = []
-        for seed in range(seeds):
-            for load in (0.0, 0.9):
-                jobs = [j.with_depths(c.depths) for j in mix(DEVICE_BOUND, seed, load=load)]
-                pair = [
-                    simulate(jobs, Cluster(devices=32), c.policy, level=level, costs=Costs(seed=seed))
-                    for level in ("task", "fluid")
-                ]  # type: ignore[arg-type]
-                figures = [(o.makespan, _completion(o)) for o in pair]
-                errors.append([b / a - 1 for a, b in zip(*figures, strict=True)])
-        mean = np.mean(errors, axis=0)
-        worst = np.abs(errors).max(axis=0)
-        cells.append(
-            {
-                "policy": name,
-                "makespan": float(mean[0]),
-                "completion": float(mean[1]),
-                "worst makespan": float(worst[0]),
-                "worst completion": float(worst[1]),
-            }
-        )
-    return cells  # fmt: skip
+    """The fluid level beside the task level on the same mixes, mix by mix."""
+    return on_all_cores(
+        compared, [(name, seed, load) for name in LEVELS for load in (0.0, 0.9) for seed in range(seeds)]
+    )
 
 
 def _completion(o: Outcome) -> float:
     return float((o.finish - np.array([j.arrival for j in o.jobs])).mean())
 
 
-def full_scale(name: str, devices: int, who: str) -> dict[str, Any]:
-    """One published trace in a process of its own: seconds of reading and simulating, and its peak memory."""
-    command = [sys.executable, str(Path(__file__).resolve()), name, str(devices), who]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True)
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
-def one(name: str, devices: int, who: str) -> None:
-    os.sched_setaffinity(0, {next(iter(os.sched_getaffinity(0)))})  # one core
-    began, cpu = time.perf_counter(), time.process_time()
-    trace = read_trace(DATA / name)
-    read = time.perf_counter() - began
-    (c,) = contenders(who)
-    r = report(simulate([j.with_depths(c.depths) for j in trace.jobs], Cluster(devices=devices), c.policy))
-    print(
-        json.dumps(
-            {
-                "trace": name,
-                "devices": devices,
-                "policy": c.name,
-                "jobs": r.jobs,
-                "seconds": time.perf_counter() - began,
-                "read": read,
-                "cpu": time.process_time() - cpu,
-                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "report": r.to_json(),
-            }
-        )
-    )
+def carried(item: tuple[str, int]) -> float:
+    (c,) = contenders(item[0])
+    return capacity(mix(DEVICE_BOUND, 0), Cluster(devices=32), c.policy, depths=c.depths, seed=item[1]).load
 
 
 def capacities(seeds: int) -> list[dict[str, Any]]:
+    names = (BASE, "gang-easy-backfill", f"{BASE}:ladder", "jigsaw", "jigsaw:ladder", "gang-srsf")
+    found = on_all_cores(carried, [(name, seed) for name in names for seed in range(seeds)])
     cells = []
-    for c in contenders(f"{BASE},{BASE}:ladder,jigsaw,jigsaw:ladder,gang-srsf"):
-        loads = [
-            capacity(mix(DEVICE_BOUND, 0), Cluster(devices=32), c.policy, depths=c.depths, seed=s).load
-            for s in range(seeds)
-        ]
-        cells.append({"policy": c.name, "capacity": float(np.mean(loads)), "low": min(loads), "high": max(loads)})
-    return cells  # fmt: skip
+    for i, name in enumerate(names):
+        loads = found[i * seeds : (i + 1) * seeds]
+        cells.append(
+            {"policy": name, "seeds": seeds, "capacity": float(np.mean(loads)), "low": min(loads), "high": max(loads)}
+        )
+    return cells
 
 
 def curves(path: Path) -> None:
@@ -259,7 +232,3 @@ def curves(path: Path) -> None:
     loads = [0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3]
     cells = study(jobs, Cluster(devices=32), who, loads=loads, samples=2, count=240, level="fluid", window=(0.2, 0.8))
     curves_png(cells, path, title="device-bound mix, 32 devices, two samples of 240 jobs")
-
-
-if __name__ == "__main__":
-    one(sys.argv[1], int(sys.argv[2]), sys.argv[3])

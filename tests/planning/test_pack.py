@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Phase, Shape, Stage
 from dovetail.planning.dispatch import Resident, pick
-from dovetail.planning.pack import Cluster, Devices, Rules, admit, open_devices, spread, why
+from dovetail.planning.pack import Cluster, Devices, Rules, admit, open_devices, why
 from dovetail.planning.partition import part_of, partition
 from dovetail.planning.priority import Standing, chosen, classes, rank
 from dovetail.planning.repack import crowded, narrow, relocate, widen
@@ -36,7 +36,7 @@ def books(draw: st.DrawFn) -> tuple[Devices, Rules]:
     rules = Rules(
         duty_cap=draw(st.sampled_from([1.0, 1.6, 2.0])),
         max_residents=draw(st.integers(1, 4)),
-        locality=draw(st.sampled_from(["node", "prefer", "any"])),
+        locality=draw(st.sampled_from(["node", "any"])),
     )
     devices = Devices(CLUSTER)
     for key in range(draw(st.integers(0, 10))):
@@ -62,7 +62,7 @@ def test_admission_finds_the_least_loaded_devices_iff_there_are_enough(
     state: tuple[Devices, Rules], wanted: Shape
 ) -> None:
     devices, rules = state
-    mask = open_devices(devices, wanted, wanted.duty, rules)
+    mask = open_devices(devices, wanted, rules)
     fitting = [
         d
         for d in range(CLUSTER.devices)
@@ -80,8 +80,8 @@ def test_admission_finds_the_least_loaded_devices_iff_there_are_enough(
     anywhere = list(combinations(fitting, wanted.width))
     local = [c for c in anywhere if len({d // CLUSTER.node for d in c}) == 1]
     possible = anywhere
-    if wanted.width <= CLUSTER.node and rules.locality != "any":
-        possible = local if local or rules.locality == "node" else anywhere
+    if wanted.width <= CLUSTER.node and rules.locality == "node":
+        possible = local
     found = admit(devices, wanted, rules)
     assert (found is None) == (not possible)
     assert (why(devices, wanted, rules) == "") == (found is not None)
@@ -151,11 +151,6 @@ def test_whole_nodes_are_left_whole() -> None:
     assert second is not None and second[0] // 4 == first[0] // 4 and second != first
 
 
-def test_folding_asks_for_as_many_devices_as_the_work_fills() -> None:
-    assert spread(shape(4, device=0.5), Rules(fold=True)) == 2
-    assert spread(shape(4, device=0.5), Rules()) == 4
-
-
 def test_orders_say_who_goes_first() -> None:
     old = Standing(serial=0, arrival=0.0, total=10, shape=shape(2))
     new = Standing(serial=1, arrival=5.0, total=2, shape=shape(2))
@@ -201,17 +196,14 @@ def test_classes_of_service_divide_the_jobs_there_are() -> None:
     assert classes([7.0]) == (7.0, 7.0)
 
 
-@given(st.lists(st.integers(1, 5), max_size=8), st.integers(1, 10), st.booleans())
-def test_chosen_gangs_are_the_greedy_prefix(widths: list[int], devices: int, backfill: bool) -> None:
-    took = chosen(list(enumerate(widths)), devices, backfill=backfill)
+@given(st.lists(st.integers(1, 5), max_size=8), st.integers(1, 10))
+def test_chosen_gangs_are_the_best_ranked_that_fit(widths: list[int], devices: int) -> None:
+    took = chosen(list(enumerate(widths)), devices)
     free = devices
     for i, w in enumerate(widths):
         assert (i in took) == (w <= free)
         if w <= free:
             free -= w
-        elif not backfill:
-            assert took == set(range(i))
-            break
 
 
 def test_an_idle_device_takes_the_longest_ready_task_of_the_best_rank() -> None:
@@ -251,6 +243,24 @@ def test_a_guarded_task_starts_only_if_it_ends_before_it_is_in_the_way() -> None
         assert pick([foreground, filler], 1, 1.0, "off") is filler
 
 
+def test_the_guard_learns_how_long_tasks_of_each_depth_take() -> None:
+    """A filler whose tasks take longer than its profile says is passed over; its other depth is judged by itself."""
+    foreground = Resident(0, shape(device=0.5), (0,), BASE)
+    foreground.next_release = 1.0
+    depths = Phase(iterations=1, workers=2, depths=(0.5, 1.0))
+    tasks = Job(name="f", phases=(depths,), forward=0.2, backward=0.6).shape()
+    filler = Resident(1, tasks, (0, 1), (True, 0.0, 0.0, 1))
+    filler.release()
+    assert pick([foreground, filler], 0, 0.0, "background") is filler
+    for _ in range(20):
+        filler.observe(filler.offers(0), 1.2)
+    assert filler.predicted(filler.offers(0)) == pytest.approx(1.2, rel=0.01)
+    assert pick([foreground, filler], 0, 0.0, "background") is None
+    filler.take(1)
+    assert filler.predicted(filler.offers(0)) == pytest.approx(0.5), "nothing was seen of this depth"
+    assert pick([foreground, filler], 0, 0.0, "background") is filler
+
+
 def test_a_crowded_job_moves_to_the_emptier_node_and_only_then() -> None:
     devices = Devices(Cluster(devices=8, node=4, device_bytes=100))
     for key in (0, 1):
@@ -279,6 +289,7 @@ def test_policies_have_names_and_a_wrong_one_is_told_the_right_ones() -> None:
         "jigsaw",
         "gang-fifo",
         "gang-fifo-backfill",
+        "gang-easy-backfill",
         "gang-srsf",
         "tiresias-las",
         "gandiva-timeslice",

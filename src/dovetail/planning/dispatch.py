@@ -1,4 +1,8 @@
-"""Dispatch: which ready task an idle device takes. Called at every task end and every release; O(residents)."""
+"""Dispatch: which ready task an idle device takes. Called at every task end and every release; O(residents).
+
+What a guard needs to know, how long tasks will take, is learnt: a job's profile says what a task of each depth should
+take, and every task that ends corrects that by an exponentially weighted mean, one for each job and depth.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,9 @@ from dovetail.core.job import Shape
 from .priority import Rank
 
 R = TypeVar("R", bound="Resident")
+SMOOTHING = 0.2
+"""Weight of the newest task in a prediction: a lasting change is believed after about ten tasks, and single tasks that
+vary by 4 % leave an error of 1.3 % (√(0.2 / 1.8) of it)."""
 
 
 class Resident:
@@ -19,7 +26,20 @@ class Resident:
     task of a stage has ended the next stage is made ready, and after the last stage the iteration is over.
     """
 
-    __slots__ = ("at", "background", "devices", "eta", "key", "left", "next_release", "rank", "ready", "shape", "stage")
+    __slots__ = (
+        "at",
+        "background",
+        "devices",
+        "eta",
+        "key",
+        "learnt",
+        "left",
+        "next_release",
+        "rank",
+        "ready",
+        "shape",
+        "stage",
+    )
 
     def __init__(self, key: int, shape: Shape, devices: Sequence[int], rank: Rank) -> None:
         self.key, self.rank, self.background = key, rank, rank[0]
@@ -27,6 +47,7 @@ class Resident:
         self.eta = 0.0  # when the running tasks of this stage are predicted to have ended
         self.next_release = 0.0  # of the next iteration, while the job is off its devices
         self.left = 0
+        self.learnt: dict[float, float] = {}  # seconds of a task by its profile: seconds that it is predicted to take
 
     def place(self, shape: Shape, devices: Sequence[int]) -> None:
         """Between iterations: another shape, other devices."""
@@ -73,6 +94,15 @@ class Resident:
         self._open()
         return False
 
+    def observe(self, profiled: float, seconds: float) -> None:
+        """A task that should have taken `profiled` seconds, which stand for its depth, took `seconds`."""
+        before = self.learnt.get(profiled, profiled)
+        self.learnt[profiled] = before + SMOOTHING * (seconds - before)
+
+    def predicted(self, profiled: float) -> float:
+        """Seconds that a task will take which should take `profiled`."""
+        return self.learnt.get(profiled, profiled)
+
     def wanted(self, device: int) -> float:
         """When this job is predicted to want the device again; burst stages that leave it idle are its gaps."""
         if self.left:
@@ -92,7 +122,7 @@ class Resident:
                 at, stage = at + self.shape.off_device, 0
             if worker < len(tasks[stage]):
                 return at
-            at, stage = at + max(tasks[stage]), stage + 1
+            at, stage = at + max(map(self.predicted, tasks[stage])), stage + 1
 
 
 def pick(residents: Sequence[R], device: int, now: float, guard: Literal["off", "background", "all"]) -> R | None:
@@ -106,7 +136,7 @@ def pick(residents: Sequence[R], device: int, now: float, guard: Literal["off", 
             continue
         if not i or guard == "off" or (guard == "background" and not r.background):
             return r
-        end = now + r.offers(device) - 1e-9
+        end = now + r.predicted(r.offers(device)) - 1e-9
         if all(end <= residents[j].wanted(device) for j in range(i)):
             return r
     return None

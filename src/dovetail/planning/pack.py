@@ -1,7 +1,7 @@
 """Admission: which devices a job may share, and why it has to wait.
 
 A device's load is the sum of its residents' duties, a job's duty being the share of a device that it would use if it
-had it to itself. A job is admitted where load + duty stays under the cap (1.0: in the mean nobody is slowed; 1.6–2.0:
+had it to itself. A job is admitted where load + duty stays under the cap (1.0: in the mean nobody is slowed; 1.6–2.5:
 throughput); the duty of background jobs, which give way, counts only against other background jobs. And the memory
 rule must hold: one task runs at a time and its activations are gone at its end, so a device must hold every resident's
 persistent bytes and the largest ephemeral demand among them. Both are checked and booked in one step, for all devices
@@ -42,12 +42,12 @@ class Cluster:
 class Rules:
     """How devices may be shared."""
 
-    duty_cap: float = 2.0
+    duty_cap: float = 2.5
+    """Lets three jobs share a device whose ladders use it for 0.83 of the time: two leave it idle when both are at
+    their barriers. Full-depth jobs, which use it always, stay two."""
     max_residents: int = 4
-    locality: Literal["node", "prefer", "any"] = "node"
-    """node: a job that fits a node stays in one; prefer: in one if possible; any: wherever there is room."""
-    fold: bool = False
-    """Give a job only as many devices as its work fills, instead of one per worker."""
+    locality: Literal["node", "any"] = "node"
+    """node: a job that fits a node stays in one; any: wherever there is room."""
     guard: Literal["off", "background", "all"] = "background"
     """Whose tasks start only if predicted to end before a job of higher priority wants the device again."""
 
@@ -128,7 +128,7 @@ class Devices:
             self.load[d], self.firm[d], self.ephemeral[d] = 0.0, 0.0, 0  # exactly: no rounding is carried on
 
 
-def open_devices(devices: Devices, shape: Shape, duty: float, rules: Rules, *, background: bool = False) -> Mask:
+def open_devices(devices: Devices, shape: Shape, rules: Rules, *, background: bool = False) -> Mask:
     """Where one more resident of this shape may go: the duty cap, the memory rule, the number of residents."""
     fits = devices.persistent + np.maximum(devices.ephemeral, shape.ephemeral_bytes)
     mask: Mask = fits + shape.persistent_bytes <= devices.cluster.device_bytes
@@ -136,16 +136,9 @@ def open_devices(devices: Devices, shape: Shape, duty: float, rules: Rules, *, b
     if rules.max_residents > 1:
         # An empty device takes any job, however small the cap.
         load = devices.load if background else devices.firm
-        mask &= (load + duty <= rules.duty_cap + EPSILON) | (devices.count == 0)
+        mask &= (load + shape.duty <= rules.duty_cap + EPSILON) | (devices.count == 0)
     mask &= devices.exists
     return mask
-
-
-def spread(shape: Shape, rules: Rules) -> int:
-    """How many devices the job asks for."""
-    if not rules.fold or shape.pinned:
-        return shape.width
-    return max(1, min(shape.width, math.ceil(shape.duty * shape.width - EPSILON)))
 
 
 def admit(
@@ -156,26 +149,25 @@ def admit(
     Within a node if the job fits one (locality); among nodes that would carry it equally well, the fullest, so that
     whole nodes stay whole for wide jobs.
     """
-    width = spread(shape, rules)
-    mask = open_devices(devices, shape, shape.duty * shape.width / width, rules, background=background)
+    width = shape.width
+    mask = open_devices(devices, shape, rules, background=background)
     if allowed is not None:
         mask &= allowed
     node = devices.cluster.node
     load = np.where(mask, devices.load, np.inf)
-    if width <= node and rules.locality != "any":
+    if width <= node and rules.locality == "node":
         by_node = load.reshape(devices.nodes, node)
         # The load a node would add up to over the job's devices; infinite where it has too few open ones.
         cost = by_node.min(axis=1) if width == 1 else np.partition(by_node, width - 1, axis=1)[:, :width].sum(axis=1)
         best = cost.min()
-        if best < np.inf:
-            ties = np.flatnonzero(cost <= best + EPSILON)
-            at = int(ties[0])
-            if len(ties) > 1:
-                at = int(ties[np.argmin(np.isfinite(by_node[ties]).sum(axis=1))])
-            order = np.argsort(by_node[at], kind="stable")[:width]
-            return [at * node + int(i) for i in order]
-        if rules.locality == "node":
+        if best == np.inf:
             return None
+        ties = np.flatnonzero(cost <= best + EPSILON)
+        at = int(ties[0])
+        if len(ties) > 1:
+            at = int(ties[np.argmin(np.isfinite(by_node[ties]).sum(axis=1))])
+        order = np.argsort(by_node[at], kind="stable")[:width]
+        return [at * node + int(i) for i in order]
     if int(mask.sum()) < width:
         return None
     # Emptiest nodes first, so that a wide job touches few of them.
@@ -188,7 +180,7 @@ def why(devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = 
     """One sentence that says what a waiting job lacks; empty if it could be admitted now."""
     if admit(devices, shape, rules, allowed=allowed, background=background) is not None:
         return ""
-    width = spread(shape, rules)
+    width = shape.width
     cluster = devices.cluster
     mine = devices.exists if allowed is None else devices.exists & allowed
     have = int(mine.sum())
@@ -204,8 +196,7 @@ def why(devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = 
     room = int((mine & (devices.count < rules.max_residents)).sum())
     if room < width:
         return f"residents: {room} devices have fewer than {rules.max_residents} jobs, it needs {width}"
-    duty = shape.duty * shape.width / width
-    under = int((mine & open_devices(devices, shape, duty, rules, background=background)).sum())
+    under = int((mine & open_devices(devices, shape, rules, background=background)).sum())
     if under < width:
-        return f"duty: {under} devices stay under {rules.duty_cap:g} with its {duty:.2f}, it needs {width}"
+        return f"duty: {under} devices stay under {rules.duty_cap:g} with its {shape.duty:.2f}, it needs {width}"
     return f"locality: {under} devices are open, but no node has {width} of them"

@@ -66,7 +66,7 @@ def classes(service: Iterable[float]) -> tuple[float, float]:
     return ordered[last // 2], ordered[last * 9 // 10]
 
 
-def chosen(ranked: list[tuple[int, int]], devices: int, *, backfill: bool = True) -> set[int]:
+def chosen(ranked: list[tuple[int, int]], devices: int) -> set[int]:
     """Gangs that should hold devices now: the best-ranked ones that fit side by side. `ranked` has (job, width)."""
     take: set[int] = set()
     for key, width in ranked:
@@ -75,6 +75,4 @@ def chosen(ranked: list[tuple[int, int]], devices: int, *, backfill: bool = True
             devices -= width
             if not devices:
                 break
-        elif not backfill:
-            break
     return take

@@ -61,7 +61,7 @@ def widen(devices: Devices, key: int, shape: Shape, rules: Rules) -> int | None:
     """A device for one more worker of an elastic job, or None. `shape` is the job's with that worker."""
     holding = devices.holdings[key]
     mine = holding.devices
-    mask = open_devices(devices, shape, shape.duty, rules, background=holding.background)
+    mask = open_devices(devices, shape, rules, background=holding.background)
     mask[mine] = False
     node = devices.cluster.node
     if rules.locality == "node" and len(mine) < node:

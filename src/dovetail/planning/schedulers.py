@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from dovetail.core.errors import Error
 
@@ -21,8 +22,8 @@ class Policy:
     what: str
     order: Order = "fifo"
     rules: Rules = EXCLUSIVE
-    backfill: bool = True
-    """Whether a job behind one that does not fit may be admitted."""
+    backfill: Literal["none", "any", "easy"] = "any"
+    """Who may pass a job that does not fit: nobody, whoever fits, or (gangs) whoever is predicted not to delay it."""
     preempt: bool = False
     """Whether a running job may lose its devices at an iteration boundary to one of better rank."""
     quantum: float = 0.0
@@ -50,8 +51,9 @@ POLICIES: dict[str, Policy] = {
         Policy("jigsaw-cp", "the same, longest critical path first", order="cp", rules=Rules(), repack=True),
         Policy("jigsaw-slo", "the same, duty cap 1.0 and every filler guarded: older jobs are hardly slowed",
                rules=Rules(duty_cap=1.0, guard="all"), repack=True),
-        Policy("gang-fifo", "exclusive devices, strictly first come first served", backfill=False),
+        Policy("gang-fifo", "exclusive devices, strictly first come first served", backfill="none"),
         Policy("gang-fifo-backfill", "exclusive devices, first come first served, whoever fits may pass"),
+        Policy("gang-easy-backfill", "the same, but nobody may delay the first in the queue (EASY)", backfill="easy"),
         Policy("gang-srsf", "exclusive devices, least remaining service first, preemptive", order="srsf",
                preempt=True),
         Policy("tiresias-las", "exclusive devices, attained service in classes, preemptive", order="queues",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Shape
+from dovetail.planning.backfill import Reservation, may_pass, reserve
 from dovetail.planning.pack import Cluster, Devices, Mask, admit, why
 from dovetail.planning.partition import part_of, partition
 from dovetail.planning.priority import Rank, Standing, chosen, rank
@@ -16,8 +16,8 @@ from dovetail.planning.schedulers import Policy
 
 from .fluid import FluidEngine
 from .tasks import Costs, TaskEngine
+from .ticket import NEVER, Ticket
 
-NEVER = float("inf")
 WORTH_MOVING = 20
 """A job moves only if it will run for so many times the cost of a move."""
 MOST_TRIED = 4
@@ -26,26 +26,6 @@ Engine = TaskEngine | FluidEngine
 Class = tuple[float, int, int, int, int, bool, int]
 """Jobs admitted or refused together: duty, width, persistent and ephemeral bytes, partition, background or not, fewest
 workers."""
-
-
-@dataclass
-class Ticket:
-    """A job on its way through the cluster."""
-
-    job: Job
-    standing: Standing
-    part: int
-    phase: int = 0
-    phase_end: float = 0.0
-    running: bool = False
-    leaving: bool = False
-    change: tuple[int, list[int]] | None = None
-    """What happens at its next boundary: workers more or fewer, and its devices from then on."""
-    devices: tuple[int, ...] = ()
-    lease_start: float = 0.0
-    first_start: float = NEVER
-    finish: float = NEVER
-    restarts: int = 0
 
 
 class Controller:
@@ -69,7 +49,7 @@ class Controller:
             for i, job in enumerate(jobs)
         ]
         self.waiting: dict[Class, list[tuple[Rank, int]]] = {}
-        self.queue: list[tuple[Rank, int]] = []  # preemptive policies: waiting jobs, sorted
+        self.queue: list[tuple[Rank, int]] = []  # waiting jobs where not only the first of each class matters
         self.num_waiting = 0
         self.refused: set[Class] = set()
         self.freed: set[int] = set()
@@ -98,6 +78,8 @@ class Controller:
                     self.tick = NEVER
                 elif self.tick == NEVER or self.tick <= engine.now:
                     self.tick = engine.now + self.policy.quantum
+            elif self.policy.backfill == "easy":
+                self._admit_reserving()
             else:
                 self._admit_waiting()
                 if self.policy.repack:
@@ -111,7 +93,7 @@ class Controller:
         t = self.tickets[key]
         self.num_waiting += 1
         place = rank(self.policy.order, t.standing, thresholds=self.policy.thresholds)
-        if self.policy.preempt:
+        if self.policy.preempt or self.policy.backfill == "easy":
             heapq.heappush(self.queue, (place, key))
         else:
             shape, fewest = t.standing.shape, t.job.phases[t.phase].min_workers
@@ -236,7 +218,7 @@ class Controller:
         """In rank order, each class of jobs until one of it is refused: whatever is booked, it only gets fuller."""
         heads = [(jobs[0], group) for group, jobs in self.waiting.items() if group not in self.refused]
         heads.sort(key=lambda h: h[0])
-        if not self.policy.backfill and self.num_waiting:
+        if self.policy.backfill == "none" and self.num_waiting:
             first = min(jobs[0] for jobs in self.waiting.values())
             if not heads or heads[0][0] != first:
                 return
@@ -252,9 +234,38 @@ class Controller:
                 del self.waiting[group]
             else:
                 self.refused.add(group)
-                if not self.policy.backfill:
+                if self.policy.backfill == "none":
                     return
             heapq.heappop(todo)
+
+    def _admit_reserving(self) -> None:
+        """First come first served; when the first does not fit, whoever does not delay it may pass."""
+        free = int((self.books.exists & (self.books.count == 0)).sum())
+        if not self.queue or not free:
+            return
+        held: Reservation | None = None
+        still: list[tuple[Rank, int]] = []
+        for place, key in sorted(self.queue):
+            shape, end = self.tickets[key].standing.shape, self.engine.now + self.tickets[key].seconds_left()
+            if held is None and shape.width > free:
+                held = reserve(shape.width, free, self._predicted_ends())
+            elif shape.width <= free and (held is None or may_pass(held, shape.width, end)):
+                if held is not None and end > held.time:
+                    held = Reservation(held.time, held.spare - shape.width)
+                found = admit(self.books, shape, self.policy.rules)
+                assert found is not None, "any free devices will do"
+                self._start(key, shape, found)
+                free -= shape.width
+                continue
+            still.append((place, key))
+        self.queue = still
+
+    def _predicted_ends(self) -> list[tuple[float, int]]:
+        ends = []
+        for key, holding in self.books.holdings.items():
+            self.engine.sync(key)
+            ends.append((self.engine.now + self.tickets[key].seconds_left(), len(holding.devices)))
+        return ends
 
     def _preempt(self) -> None:
         """Gangs of best rank should run: others leave at their next boundary, waiting ones start as devices free."""

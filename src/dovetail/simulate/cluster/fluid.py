@@ -13,7 +13,7 @@ from dovetail.core.job import Shape
 from dovetail.planning.priority import Standing, rank
 from dovetail.planning.schedulers import Policy
 
-from .rates import alone, together
+from .rates import CAREFUL, FEW, QUICK, alone, together
 from .tasks import Costs
 
 NEVER = float("inf")
@@ -46,6 +46,7 @@ class FluidEngine:
         self._serial = 0
         self._dirty: set[int] = set()
         self._back: list[int] = []
+        self._measured = 0  # rates looked up so far
 
     # -- what the controller calls --
 
@@ -204,12 +205,14 @@ class FluidEngine:
                     place = count[i] = count.get(i, -1) + 1
                 row.append((i, place))
             numbered.append(tuple(row))
+        self._measured += 1
         rates = together(
             tuple(flows[k].shape for k in ranked),
             tuple(flows[k].standing.background for k in ranked),
             tuple(numbered),
             self.policy,
             self.costs,
+            CAREFUL if self._measured <= FEW else QUICK,
         )
         for key, value in zip(ranked, rates, strict=True):
             self._set(key, value)

@@ -8,7 +8,7 @@ its devices needs no play: its iteration takes the expected maximum of its tasks
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dovetail.core.job import Shape
@@ -17,10 +17,22 @@ from dovetail.planning.schedulers import Policy
 
 from .tasks import Costs, TaskEngine
 
-WARM, MEASURED = 2, 8
-"""Iterations of the slowest job, before and while measuring."""
-ENOUGH = 300
-"""Tasks after which a large group's measurement may end early."""
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a group is played, in iterations of its slowest job."""
+
+    warm: int
+    measured: int
+    tasks: int
+    """Enough: with so many of them a large group's measurement may end early, but not before LEAST iterations."""
+
+
+CAREFUL, QUICK = Effort(4, 40, 1000), Effort(2, 8, 300)
+LEAST = 4
+FEW = 100
+"""Rates of one simulation that are measured carefully. Where there are few, one of them may decide which job ends
+last, and eight iterations leave errors of several per cent in it; where there are many, errors cancel out."""
 
 Pattern = tuple[tuple[int, int], ...]
 """One device's residents, by (place in the group's ranking, place of the device among the job's)."""
@@ -56,7 +68,12 @@ def _expected_maximum(tasks: tuple[float, ...], jitter: float) -> float:
 
 @lru_cache(maxsize=50_000)
 def together(
-    shapes: tuple[Shape, ...], background: tuple[bool, ...], patterns: tuple[Pattern, ...], policy: Policy, costs: Costs
+    shapes: tuple[Shape, ...],
+    background: tuple[bool, ...],
+    patterns: tuple[Pattern, ...],
+    policy: Policy,
+    costs: Costs,
+    effort: Effort,
 ) -> tuple[float, ...]:
     """Progress per second of every job of a group, best rank first, its devices given by who resides on each.
 
@@ -77,11 +94,11 @@ def together(
         standings.append(standing)
     # A job with fewer devices than workers takes turns with itself.
     slowest = max(shape.period * math.ceil(shape.width / len(places[i])) for i, shape in enumerate(shapes))
-    engine.run(WARM * slowest)
+    engine.run(effort.warm * slowest)
     first = [(s.done, engine.active[i].since) for i, s in enumerate(standings)]
-    for round in range(1, MEASURED + 1):
-        engine.run((WARM + round) * slowest)
-        if engine.tasks > ENOUGH and round >= MEASURED // 2:
+    for round in range(1, effort.measured + 1):
+        engine.run((effort.warm + round) * slowest)
+        if engine.tasks > effort.tasks and round >= LEAST:
             break
     rates = []
     for i, s in enumerate(standings):

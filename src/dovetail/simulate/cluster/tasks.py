@@ -90,6 +90,8 @@ class TaskEngine:
         self._noise = noise(costs.jitter, costs.seed) if costs.jitter else ()
         self._drawn = 0
         self._dynamic = policy.order in ("srpt", "las", "cp")
+        self._learns = policy.rules.guard != "off"
+        self._running = [(0.0, 0.0)] * devices  # the task on each device: seconds by its profile, and in truth
 
     # -- what the controller calls, always between events --
 
@@ -144,6 +146,8 @@ class TaskEngine:
                 if device >= 0:  # a task has ended
                     idle[device] = True
                     touched.append(device)
+                    if self._learns:
+                        r.observe(*self._running[device])
                     stage = r.stage
                     if r.ended():
                         r.next_release = now + r.shape.off_device
@@ -194,8 +198,10 @@ class TaskEngine:
                 continue
             seconds = r.offers(d)
             worker = r.take(d)
-            if now + seconds > r.eta:
-                r.eta = now + seconds
+            profiled = seconds
+            expected = now + r.predicted(profiled)
+            if expected > r.eta:
+                r.eta = expected
             if self._noise:
                 self._drawn = (self._drawn + 1) % NOISE
                 seconds *= self._noise[self._drawn]
@@ -205,6 +211,7 @@ class TaskEngine:
                     begin += switch
                 last[d] = r.key
             idle[d] = False
+            self._running[d] = profiled, seconds
             self.tasks += 1
             self.busy += seconds
             if self.watched is not None:
