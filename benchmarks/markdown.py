@@ -1,9 +1,13 @@
-"""A benchmark's JSON as Markdown tables for docs/: python benchmarks/markdown.py FILE.json"""
+"""A benchmark's JSON as Markdown tables for docs/: python benchmarks/markdown.py FILE.json [--into DOC.md]
+
+With --into, each text between `<!-- table:NAME -->` and `<!-- end -->` of DOC.md is replaced by the table of that name.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +50,40 @@ def contests(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+def named(result: dict[str, Any]) -> dict[str, list[str]]:
+    """Every table by its name."""
     machine = result["machine"]
-    print(f"`{result['command']}` on {machine['cores']} cores ({machine['processor']}), torch {machine['torch']}\n")
-    print("\n".join([*checks(result), *contests(result)]))
+    run = f"`{result['command']}` on {machine['cores']} cores ({machine['processor']}), {machine['system']}, "
+    run += f"torch {machine['torch']}"
+    tables = {"run": [run], "checks": checks(result), "contests": contests(result)}
+    if result["benchmark"] == "fabric":
+        from fabric_report import markdown
+
+        tables |= markdown(result["cells"])
+    return {name: lines for name, lines in tables.items() if lines}
+
+
+def into(text: str, tables: dict[str, list[str]]) -> str:
+    """`text` with every table that there is news of."""
+    marked = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+    def news(found: re.Match[str]) -> str:
+        lines = tables.get(found[2])
+        return found[0] if lines is None else "\n".join([found[1].strip(), *lines, found[3]])
+
+    return marked.sub(news, text)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("file", type=Path, help="what a benchmark wrote with --json")
+    options.add_argument("--into", type=Path, metavar="DOC.md")
+    args = options.parse_args()
+    tables = named(json.loads(args.file.read_text(encoding="utf-8")))
+    if args.into is None:
+        print("\n\n".join("\n".join(lines) for lines in tables.values()))
+    else:
+        args.into.write_text(into(args.into.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ COUNTERS = (
 )  # fmt: skip
 DROPS = tuple(c for c in COUNTERS if c.startswith("drop"))
 PORT = struct.Struct("<HHHBBQQQQQ")
-CONFIG = struct.Struct("<IIQQQIIQ")
+SETTINGS = ".data.config"
+"""The map behind the variable of that section."""
+CONFIG = struct.Struct("<IIQQQIIQQ")
 RECORD = struct.Struct("<H2s2H124H")
 
 
@@ -47,8 +49,13 @@ class Size:
         return 24 + 2 * CARRIED + self.links // 8
 
     @property
+    def beliefs(self) -> int:
+        """Where in struct node the links begin that it heard of as failed: a bit map, then when each is over."""
+        return 2 * self.nodes
+
+    @property
     def node(self) -> int:
-        return 2 * self.nodes + self.links // 8 + 24
+        return self.beliefs + self.links // 8 + 8 * self.links + 24
 
     def bits(self, members: set[int] | frozenset[int] | list[int]) -> bytes:
         return sum(1 << m for m in set(members)).to_bytes(8 * self.words, "little")
@@ -135,6 +142,7 @@ class Header:
     port: int
     computed: int
     flow: int
+    met: int
     path: tuple[int, ...]
     failed: frozenset[int]
 
@@ -142,11 +150,11 @@ class Header:
 def read_header(size: Size, packet: bytes) -> Header:
     at = 14
     kind, flags, generation, policy, state, hop, length, life = packet[at : at + 8]
-    left, source, target, port, computed, flow = struct.unpack_from("<HHHHHI", packet, at + 10)
+    left, source, target, port, computed, flow, met = struct.unpack_from("<7H", packet, at + 10)
     path = struct.unpack_from(f"<{CARRIED}H", packet, at + 24)[:length]
     raw = int.from_bytes(packet[at + 24 + 2 * CARRIED : at + size.header], "little")
     failed = frozenset(i for i in range(size.links) if raw >> i & 1)
     return Header(
         kind, flags, generation, policy, state, hop, length, life, left, source, target, port, computed, flow,
-        path, failed,
+        met, path, failed,
     )  # fmt: skip

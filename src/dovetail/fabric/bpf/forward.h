@@ -353,9 +353,8 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 static __always_inline int handle(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
-	__u32 zero = 0;
-	struct config *config = bpf_map_lookup_elem(&configs, &zero);
-	if (!config || data + sizeof(struct ethhdr) > end)
+	struct config *config = &settings;
+	if (data + sizeof(struct ethhdr) > end)
 		return XDP_DROP;
 	__u32 slot = ctx->ingress_ifindex - config->first_ifindex;
 	struct port *in = bpf_map_lookup_elem(&ports, &slot);
