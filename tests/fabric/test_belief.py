@@ -37,7 +37,7 @@ def ends(b: Bench, switch: int) -> dict[int, int]:
     """Links believed failed, and when each belief is over, ns."""
     size = b.plane.size
     raw = kernel.lookup(b.plane.maps["nodes"], switch, size.node)
-    until = struct.unpack_from(f"<{size.links}Q", raw, size.beliefs + size.links // 8)
+    until = struct.unpack_from(f"<{size.links}Q", raw, size.links // 8)
     return {link: until[link] for link in b.plane.believed(switch)}
 
 
@@ -48,7 +48,7 @@ def let_believe(b: Bench, switch: int, until: dict[int, int]) -> None:
     bits = sum(1 << link for link in until).to_bytes(size.links // 8, "little")
     times = struct.pack(f"<{size.links}Q", *(until.get(link, 0) for link in range(size.links)))
     packed = bits + times + struct.pack("<Q", min(until.values(), default=0))
-    raw[size.beliefs : size.beliefs + len(packed)] = packed
+    raw[: len(packed)] = packed
     (version,) = struct.unpack_from("<I", raw, size.node - 8)
     struct.pack_into("<I", raw, size.node - 8, version + 1)
     kernel.update(b.plane.maps["nodes"], switch, bytes(raw))

@@ -79,7 +79,8 @@ class DataPlane:
             kernel.build(source, words=size.words), sizes={"scratches": cpus, "cache": cpus * 4096, "nodes": size.nodes}
         )
         names = (
-            tables.SETTINGS, "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts", "wires",
+            tables.SETTINGS, tables.SLOTS, "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses",
+            "counts", "wires",
         )  # fmt: skip
         found = {p: loaded.program(p) for p in ("fabric_switch", "adopt", *programs)}
         plane = cls({name: loaded.map(name) for name in (*names, *maps)}, found, size, loaded)
@@ -172,8 +173,7 @@ class DataPlane:
         for i, host in enumerate(topology.hosts):
             entry = tables.port(host.switch, i, 0, tables.TO_HOST, rate=host.rate)
             kernel.update(self.maps["ports"], host_slot(topology, i), entry)
-        for switch, known in enumerate(slots):
-            kernel.update(self.maps["nodes"], switch, tables.node(self.size, known))
+        kernel.update(self.maps[tables.SLOTS], 0, tables.slots(self.size, slots))
 
     def port(self, slot: int) -> tuple[int, ...]:
         return tables.PORT.unpack(kernel.lookup(self.maps["ports"], slot, tables.PORT.size))
@@ -186,21 +186,20 @@ class DataPlane:
     def forget(self, topology: Topology) -> None:
         """Makes every switch forget what it heard of failures; link state itself is never stored."""
         for switch in range(len(topology.switches)):
-            raw = bytearray(kernel.lookup(self.maps["nodes"], switch, self.size.node))
+            raw = kernel.lookup(self.maps["nodes"], switch, self.size.node)
             version = struct.unpack_from("<I", raw, self.size.node - 8)[0] + 1
-            raw[self.size.beliefs :] = bytes(self.size.node - self.size.beliefs - 8) + struct.pack("<II", version, 0)
-            kernel.update(self.maps["nodes"], switch, bytes(raw))
+            fresh = bytes(self.size.node - 8) + struct.pack("<II", version, 0)
+            kernel.update(self.maps["nodes"], switch, fresh)
         for key in kernel.keys(self.maps["pauses"], 8):
             kernel.delete(self.maps["pauses"], key)
 
     def believed(self, switch: int) -> frozenset[int]:
         """Links that a switch believes failed because it heard so."""
         raw, links = kernel.lookup(self.maps["nodes"], switch, self.size.node), self.size.links
-        at = self.size.beliefs
-        number = int.from_bytes(raw[at : at + links // 8], "little")
+        number = int.from_bytes(raw[: links // 8], "little")
         if not number:
             return frozenset()
-        until, now = struct.unpack_from(f"<{links}Q", raw, at + links // 8), time.monotonic_ns()
+        until, now = struct.unpack_from(f"<{links}Q", raw, links // 8), time.monotonic_ns()
         return frozenset(i for i in range(links) if number >> i & 1 and until[i] > now)
 
     # counters

@@ -65,7 +65,9 @@ def _config(fabric: Routed, switch: int, *, bfd_ms: int) -> dict[str, str]:
     return {
         "ospfd": "\n".join(ospf) + "\n",
         "bfdd": "\n".join([*bfd, " exit", "exit"]) + "\n",
-        "zebra": f"hostname s{switch}\n",
+        # Routes carry their next hops themselves: zebra 8.4 does not put back a next-hop object that the kernel removed
+        # with its link, and the route would lack one of its ways ever after.
+        "zebra": f"hostname s{switch}\nno zebra nexthop kernel enable\n",
     }
 
 

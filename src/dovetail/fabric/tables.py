@@ -23,8 +23,8 @@ COUNTERS = (
 )  # fmt: skip
 DROPS = tuple(c for c in COUNTERS if c.startswith("drop"))
 PORT = struct.Struct("<HHHBBQQQQQ")
-SETTINGS = ".data.config"
-"""The map behind the variable of that section."""
+SETTINGS, SLOTS = ".data.config", ".data.slots"
+"""The maps behind the variables of these sections."""
 CONFIG = struct.Struct("<IIQQQIIQQ")
 RECORD = struct.Struct("<H2s2H124H")
 
@@ -49,13 +49,9 @@ class Size:
         return 24 + 2 * CARRIED + self.links // 8
 
     @property
-    def beliefs(self) -> int:
-        """Where in struct node the links begin that it heard of as failed: a bit map, then when each is over."""
-        return 2 * self.nodes
-
-    @property
     def node(self) -> int:
-        return self.beliefs + self.links // 8 + 8 * self.links + 24
+        """Bytes of struct node: links heard of as failed, when each belief is over, when the first, rest, version."""
+        return self.links // 8 + 8 * self.links + 24
 
     def bits(self, members: set[int] | frozenset[int] | list[int]) -> bytes:
         return sum(1 << m for m in set(members)).to_bytes(8 * self.words, "little")
@@ -105,9 +101,13 @@ def port(node: int, peer: int, link: int, kind: int, *, flags: int = 0, rate: fl
     return PORT.pack(node, peer, link, kind, flags, 0, 0, 0, 0, int(1e12 / rate) if rate else 0)
 
 
-def node(size: Size, slots: dict[int, int]) -> bytes:
-    """struct node; neighbours that it has no port to lead to a slot that does not exist."""
-    return struct.pack(f"<{size.nodes}H", *(slots.get(v, 0xFFFF) for v in range(size.nodes))).ljust(size.node, b"\0")
+def slots(size: Size, ways: list[dict[int, int]]) -> bytes:
+    """The port of each switch towards each neighbour; what is no neighbour leads to a slot that does not exist."""
+    made = bytearray(b"\xff" * (2 * size.nodes * size.nodes))
+    for here, known in enumerate(ways):
+        for there, slot in known.items():
+            struct.pack_into("<H", made, 2 * (here * size.nodes + there), slot)
+    return bytes(made)
 
 
 def host_key(address: str, side: int) -> bytes:

@@ -50,7 +50,6 @@ struct port {
 };
 
 struct node {
-	__u16 slot[NODES]; /* neighbour to port */
 	__u64 failed[LINK_WORDS]; /* links heard of as failed */
 	__u64 until[LINKS]; /* when each of them is over, ns: news of one does not keep another alive */
 	__u64 fades_at; /* when the next of them is over; 0: none is believed */
@@ -115,6 +114,7 @@ struct cached {
 	} name_ SEC(".maps")
 
 struct config settings SEC(".data.config"); /* a variable and not an entry: nothing to look up, for every packet */
+__u16 slots[NODES * NODES] SEC(".data.slots"); /* [here][there]: the port of one switch towards another */
 MAP(graphs, BPF_MAP_TYPE_ARRAY, __u32, struct graph, 2);
 MAP(policies, BPF_MAP_TYPE_ARRAY, __u32, struct policy, 2 * POLICIES);
 MAP(nodes, BPF_MAP_TYPE_ARRAY, __u32, struct node, NODES);
@@ -137,6 +137,11 @@ static __always_inline void count(__u32 self, enum counter what)
 	struct counters *c = bpf_map_lookup_elem(&counts, &self);
 	if (c)
 		c->n[what]++;
+}
+
+static __always_inline __u32 slot_towards(__u32 here, __u32 there)
+{
+	return slots[BOUND(here * NODES + BOUND(there, NODES), NODES * NODES)];
 }
 
 static __always_inline struct scratch *my_scratch(void)

@@ -15,10 +15,8 @@ enum { TO_HERE = -1, NO_PATH = -2 }; /* otherwise: the port's slot */
 __noinline int mark_own_failures(__u32 self)
 {
 	struct scratch *s = my_scratch();
-	__u32 me = self;
 	struct config *config = &settings;
-	struct node *node = bpf_map_lookup_elem(&nodes, &me);
-	if (!s || !node)
+	if (!s)
 		return -1;
 	__u32 side = s->h.generation & 1;
 	struct graph *g = bpf_map_lookup_elem(&graphs, &side);
@@ -33,7 +31,7 @@ __noinline int mark_own_failures(__u32 self)
 		while (set && can_loop) {
 			__u32 next = BOUND(word * 64 + lowest_bit(set), NODES);
 			set &= set - 1;
-			__u32 slot = node->slot[next];
+			__u32 slot = slot_towards(self, next);
 			struct port *port = bpf_map_lookup_elem(&ports, &slot);
 			if (!port || link_up(config, port))
 				continue;
@@ -63,10 +61,8 @@ static __always_inline void forget(struct fabric_header *h)
 __noinline int route(__u32 self)
 {
 	struct scratch *s = my_scratch();
-	__u32 me = self;
 	struct config *config = &settings;
-	struct node *node = bpf_map_lookup_elem(&nodes, &me);
-	if (!s || !node)
+	if (!s)
 		return NO_PATH;
 	/* At most: believed failures; own links; all forgotten; own links changed meanwhile. */
 	for (int turn = 0; turn < 4; turn++) {
@@ -74,7 +70,7 @@ __noinline int route(__u32 self)
 		if (hops == 0)
 			return TO_HERE;
 		if (hops > 0) {
-			__u32 slot = node->slot[BOUND(s->h.path[0], NODES)];
+			__u32 slot = slot_towards(self, s->h.path[0]);
 			struct port *port = bpf_map_lookup_elem(&ports, &slot);
 			if (port && link_up(config, port))
 				return slot;
