@@ -57,29 +57,35 @@ def checks(cells: list[Cell]) -> list[Check]:
             {**total, "topologies": kinds}, "0, 0, ≥ 10,000, ≥ 8", clean and total["probes"] >= 10_000 and kinds >= 8,
         )  # fmt: skip
     if costed := part(cells, "cost"):
-        for what, key in (("", "ratio"), (", the test runner's own share taken off both", "net_ratio")):
+        # Taken off, whole nanoseconds are left over: single cells of the second are good to a tenth.
+        for what, key, judged in (
+            ("", "ratio", max),
+            (", its own share taken off both", "net_ratio", statistics.median),
+        ):
             found = [round(c[key], 2) for c in costed]
             add(
                 "Cost per packet in the kernel's test runner: transit ≤ 2 × a plain XDP redirect with the same header "
                 f"work{what}",
-                {"median": statistics.median(found), "worst": max(found)}, "≤ 2", statistics.median(found) <= 2,
+                {"median": statistics.median(found), "worst": max(found)}, "≤ 2", judged(found) <= 2,
             )  # fmt: skip
         ingress = {f"{c['switches']} switches": f"{c['search']:g}" for c in part(cells, "cost", policy="any path")}
         add("Ingress computation for 20, 64, 256 switches reported (ns)", ingress, "reported", len(ingress) >= 3)
     if part(cells, "all-reduce"):
         best, same = ratios(cells, LARGE), ratios(cells, SEGMENTED)
-        limited = {w: r for w, r in best.items() if "no rate" not in w}
-        free = {w: r for w, r in best.items() if "no rate" in w}
-        name = "All-reduce over the fabric without failures: ≥ 0.9 × the throughput of plain kernel forwarding"
-        if limited:
-            add(f"{name} on the same links (links with a rate; kernel forwarding with all its offloads)",
-                limited, "≥ 0.9 on each", min(limited.values()) >= 0.9)  # fmt: skip
-        if same:
-            add(f"{name}, links without a rate, both segmented as on a wire",
-                same, "≥ 0.9 on each", min(same.values()) >= 0.9)  # fmt: skip
-        if free:
-            add(f"{name}, links without a rate, kernel forwarding with frames of 64 KiB that no wire carries",
-                free, "≥ 0.9 on each", min(free.values()) >= 0.9)  # fmt: skip
+        name = "All-reduce over the fabric without failures ≥ 0.9 × the throughput of plain kernel forwarding"
+        # Links have rates and training fabrics an MTU of 9,000: that is the promise. The rest says where it ends.
+        for text, found in (
+            ("on the same links, with a rate, MTU 9,000, kernel forwarding with all its offloads",
+             {w: r for w, r in best.items() if "Gbit" in w and "9,000" in w}),
+            ("the same with MTU 1,500", {w: r for w, r in best.items() if "Gbit" in w and "1,500" in w}),
+            ("links without a rate, both cut to the MTU by the sender, as on a wire", same),
+            ("links without a rate, frames of 64 KiB for both",
+             {w: r for w, r in best.items() if "Gbit" not in w and "65,000" in w}),
+            ("links without a rate, frames of 64 KiB for kernel forwarding only",
+             {w: r for w, r in best.items() if "Gbit" not in w and "65,000" not in w}),
+        ):  # fmt: skip
+            if found:
+                add(f"{name}: {text}", found, "≥ 0.9 on each", min(found.values()) >= 0.9)
     for t in part(cells, "training", system=OURS):
         add(
             "Links fail and heal during training; no step is lost, the loss curve equals the undisturbed one",
