@@ -60,7 +60,7 @@ def checks(cells: list[Cell]) -> list[Check]:
         # Taken off, whole nanoseconds are left over: single cells of the second are good to a tenth.
         for what, key, judged in (
             ("", "ratio", max),
-            (", its own share taken off both", "net_ratio", statistics.median),
+            (", the runner's share taken off both", "net_ratio", statistics.median),
         ):
             found = [round(c[key], 2) for c in costed]
             add(
