@@ -55,10 +55,12 @@ def made_by(result: dict[str, Any]) -> str:
 def into(result: dict[str, Any], text: str) -> str:
     """The page with each of the result's tables between its markers, <!-- NAME --> and <!-- end NAME -->.
 
-    Beside the benchmark's own tables there are "checks" and "command". A pair of markers without a table, or a table
-    without markers, is an error: a page must not keep figures of another run.
+    Beside the benchmark's own tables there are "checks", "command" and, of a contest, "contests". A pair of markers
+    without a table, or a table without markers, is an error: a page must not keep figures of another run.
     """
     tables = {**result.get("tables", {}), "checks": checks(result), "command": [f"Made by {made_by(result)}."]}
+    if contested := contests(result):
+        tables["contests"] = contested
     marked = set(re.findall(r"^<!-- (?!end )(\S+) -->$", text, re.MULTILINE))
     if marked != set(tables):
         raise SystemExit(f"markers and tables differ: {', '.join(sorted(marked ^ set(tables)))}")

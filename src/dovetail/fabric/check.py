@@ -79,6 +79,7 @@ class Prober:
             self.sockets.append(made)
             self.poll.register(made, select.EPOLLIN)
         self.by_fd = {s.fileno(): h for h, s in enumerate(self.sockets)}
+        self._sent = 0  # numbers the probes, so that one that comes late is not taken for another
 
     def close(self) -> None:
         self.poll.close()
@@ -96,6 +97,13 @@ class Prober:
     ) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Sends probes (source, target, flow); returns (host, walk) for those that arrived, by position."""
         arrived: dict[int, tuple[int, tuple[int, ...]]] = {}
+        first, self._sent = self._sent, self._sent + len(wanted)
+
+        def take(wait: float) -> None:
+            for number, what in self._arrivals(wait):
+                if 0 <= number - first < len(wanted):
+                    arrived[number - first] = what
+
         for start in range(0, len(wanted), BATCH):
             group = wanted[start : start + BATCH]
             before = self._drops()
@@ -108,13 +116,15 @@ class Prober:
                     payload=b"probe",
                     v6=v6,
                 )
-                self.sockets[source].send(packets.probe(frame, (i & 0xFFFF, i >> 16)))
+                self.sockets[source].send(packets.probe(frame, ((first + i) & 0xFFFF, (first + i) >> 16)))
             end = time.monotonic() + PATIENCE
             while time.monotonic() < end:
-                arrived |= dict(self._arrivals(0.002))
+                take(0.002)
                 got = sum(1 for i in range(start, start + len(group)) if i in arrived)
-                if got == len(group) or got + self._drops() - before >= len(group):
-                    arrived |= dict(self._arrivals(0.0))
+                if got == len(group):
+                    break
+                if got + self._drops() - before >= len(group):
+                    take(0.01)  # another packet may have been dropped instead of one that is still on its way
                     break
         return arrived
 

@@ -24,8 +24,8 @@ LIFE = 1.0
 """How long a switch believes a failure that it heard of, in seconds."""
 PAUSE = 0.05
 """How long a class that no path can serve is not tried again, in seconds."""
-GRACE = 0.02
-"""A packet has left the fabric after so many seconds; the tables it was judged by can then be overwritten."""
+GRACE = 0.25
+"""A packet has left the fabric after so many seconds, also on a busy machine; its tables can then be overwritten."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,9 @@ class Addresses:
 
 
 def addresses(host: int) -> Addresses:
-    n = host + 1
-    high, middle, low = n >> 16 & 255, n >> 8 & 255, n & 255
-    mac = f"02:d0:7e:{high:02x}:{middle:02x}:{low:02x}"
-    return Addresses(f"10.{high}.{middle}.{low}", f"fd00:d07e::{n:x}", mac)
+    n, v4 = host + 1, 4 * host + 1  # every host has a /30 to itself, as routers need it
+    mac = f"02:d0:7e:{n >> 16 & 255:02x}:{n >> 8 & 255:02x}:{n & 255:02x}"
+    return Addresses(f"10.{v4 >> 16 & 255}.{v4 >> 8 & 255}.{v4 & 255}", f"fd00:d07e::{n:x}", mac)
 
 
 def link_slot(link: int, end: int) -> int:
@@ -80,7 +79,8 @@ class DataPlane:
             kernel.build(source, words=size.words), sizes={"scratches": cpus, "cache": cpus * 4096, "nodes": size.nodes}
         )
         names = (
-            "configs", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts", "wires",
+            tables.SETTINGS, tables.SLOTS, "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses",
+            "counts", "wires",
         )  # fmt: skip
         found = {p: loaded.program(p) for p in ("fabric_switch", "adopt", *programs)}
         plane = cls({name: loaded.map(name) for name in (*names, *maps)}, found, size, loaded)
@@ -104,8 +104,8 @@ class DataPlane:
     # configuration
 
     def config(self) -> dict[str, int]:
-        raw = tables.CONFIG.unpack(kernel.lookup(self.maps["configs"], 0, tables.CONFIG.size))
-        names = ("generation", "first_ifindex", "life", "pause", "silence", "by_port", "use_cache", "round")
+        raw = tables.CONFIG.unpack(kernel.lookup(self.maps[tables.SETTINGS], 0, tables.CONFIG.size))
+        names = ("generation", "first_ifindex", "life", "pause", "silence", "by_port", "use_cache", "round", "changed")
         return dict(zip(names, raw, strict=True))
 
     def configure(self, **changes: int) -> None:
@@ -113,16 +113,20 @@ class DataPlane:
         if not now["life"]:
             now |= {"life": int(LIFE * 1e9), "pause": int(PAUSE * 1e9), "use_cache": 1}
         now |= changes
-        kernel.update(self.maps["configs"], 0, tables.CONFIG.pack(*now.values()))
+        kernel.update(self.maps[tables.SETTINGS], 0, tables.CONFIG.pack(*now.values()))
 
     # tables
 
     def install(
         self, topology: Topology, policies: Policies, *, without: frozenset[int] = frozenset(), grace: float = GRACE
     ) -> int:
-        """Brings a topology (less the links in `without`) and policies into force; returns the new generation."""
+        """Brings a topology (less the links in `without`) and policies into force; returns the new generation.
+
+        The tables that it overwrites have been out of use since the last change; if that was less than `grace` seconds
+        ago, it waits for the packets that entered under them.
+        """
         assert len(policies.automata) <= tables.NOTICE_POLICY
-        time.sleep(grace)
+        time.sleep(max(0.0, self.config()["changed"] / 1e9 + grace - time.monotonic()))
         generation = self.config()["generation"] + 1
         side = generation & 1
         for name, width in (("hosts", 20), ("classes", 8)):
@@ -155,7 +159,7 @@ class DataPlane:
         # Each side has its own bit here, so that the old tables are read as before until the one store that ends them.
         ports = self.config()["by_port"] & ~(1 << side) | bool(policies.ports) << side
         self.configure(by_port=ports)
-        self.configure(generation=generation)
+        self.configure(generation=generation, changed=time.monotonic_ns())
         return generation
 
     def install_ports(self, topology: Topology) -> None:
@@ -169,8 +173,7 @@ class DataPlane:
         for i, host in enumerate(topology.hosts):
             entry = tables.port(host.switch, i, 0, tables.TO_HOST, rate=host.rate)
             kernel.update(self.maps["ports"], host_slot(topology, i), entry)
-        for switch, known in enumerate(slots):
-            kernel.update(self.maps["nodes"], switch, tables.node(self.size, known))
+        kernel.update(self.maps[tables.SLOTS], 0, tables.slots(self.size, slots))
 
     def port(self, slot: int) -> tuple[int, ...]:
         return tables.PORT.unpack(kernel.lookup(self.maps["ports"], slot, tables.PORT.size))
@@ -183,22 +186,21 @@ class DataPlane:
     def forget(self, topology: Topology) -> None:
         """Makes every switch forget what it heard of failures; link state itself is never stored."""
         for switch in range(len(topology.switches)):
-            raw = bytearray(kernel.lookup(self.maps["nodes"], switch, self.size.node))
+            raw = kernel.lookup(self.maps["nodes"], switch, self.size.node)
             version = struct.unpack_from("<I", raw, self.size.node - 8)[0] + 1
-            at = 2 * self.size.nodes
-            raw[at:] = bytes(self.size.links // 8 + 16) + struct.pack("<II", version, 0)
-            kernel.update(self.maps["nodes"], switch, bytes(raw))
+            fresh = bytes(self.size.node - 8) + struct.pack("<II", version, 0)
+            kernel.update(self.maps["nodes"], switch, fresh)
         for key in kernel.keys(self.maps["pauses"], 8):
             kernel.delete(self.maps["pauses"], key)
 
     def believed(self, switch: int) -> frozenset[int]:
         """Links that a switch believes failed because it heard so."""
-        raw = kernel.lookup(self.maps["nodes"], switch, self.size.node)
-        at = 2 * self.size.nodes
-        if struct.unpack_from("<Q", raw, at + self.size.links // 8)[0] < time.monotonic_ns():
+        raw, links = kernel.lookup(self.maps["nodes"], switch, self.size.node), self.size.links
+        number = int.from_bytes(raw[: links // 8], "little")
+        if not number:
             return frozenset()
-        number = int.from_bytes(raw[at : at + self.size.links // 8], "little")
-        return frozenset(i for i in range(self.size.links) if number >> i & 1)
+        until, now = struct.unpack_from(f"<{links}Q", raw, links // 8), time.monotonic_ns()
+        return frozenset(i for i in range(links) if number >> i & 1 and until[i] > now)
 
     # counters
 

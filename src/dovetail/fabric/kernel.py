@@ -27,8 +27,8 @@ BASELINE_PACKAGES = ("frr",)
 XDP_DROP, XDP_PASS, XDP_REDIRECT = 1, 2, 4
 LIVE_FRAMES = 2
 SHAREABLE = (
-    "configs", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts", "wires", "scratches",
-    "cache",
+    ".data.config", ".data.slots", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts",
+    "wires", "scratches", "cache",
 )  # fmt: skip
 """The maps of bpf/maps.h."""
 _DRIVER_MODE = 4

@@ -9,6 +9,7 @@ change at once, waits `delay` seconds as a detection and reaction time, recomput
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import select
 import socket
@@ -22,11 +23,19 @@ from typing import Any
 
 from . import kernel, netns
 from .dataplane import FIRST_IFINDEX, addresses, host_slot, link_slot, slot_towards
-from .emulate import HOST_DEVICE, RUN, Names, _build, device, down
+from .emulate import HOST_DEVICE, RUN, Names, _build, _shape, device, down, ports_of
 from .extra import nx
 from .topology import Topology
 
-GATEWAY = "169.254.1.1"
+
+def subnet(host: int) -> str:
+    """The /30 of a host's link."""
+    return f"{ipaddress.ip_address(addresses(host).v4) - 1}/30"
+
+
+def gateway(host: int) -> str:
+    """The switch's address on a host's link."""
+    return str(ipaddress.ip_address(addresses(host).v4) + 1)
 
 
 def link_address(link: int, end: int) -> str:
@@ -45,7 +54,10 @@ class Routed:
         self._drop: kernel.Object | None = None
 
     def build(self, *, superframes: bool = False) -> None:
-        """Routers and hosts without routes. `superframes`: never segment, as veth does by default."""
+        """Routers and hosts without routes; a link with a rate is shaped at both ends.
+
+        `superframes`: frames of 64 KiB and no checksums between namespaces, as veth does by default and no wire can.
+        """
         topology, names = self.topology, self.names
         _build(names, topology, None)
         for s in range(len(topology.switches)):
@@ -57,8 +69,7 @@ class Routed:
             for h, host in enumerate(topology.hosts):
                 if host.switch == s:
                     what = device(host_slot(topology, h))
-                    lines.append(f"addr add {GATEWAY}/32 dev {what}")
-                    lines.append(f"route add {addresses(h).v4}/32 dev {what}")
+                    lines.append(f"addr add {gateway(h)}/30 dev {what}")
             with netns.inside(names.switch(s)):
                 netns.sysctl("ipv4/ip_forward", "1")
                 netns.sysctl("ipv4/conf/all/ignore_routes_with_linkdown", "1")
@@ -75,13 +86,17 @@ class Routed:
                     netns.offload(device(slot), tx=superframes, tso=superframes, gro=True)
                 if lines:
                     netns.batch(lines)
+        rates = [link.rate for link in topology.links for _ in range(2)] + [host.rate for host in topology.hosts]
+        for s, slots in enumerate(ports_of(topology)):
+            for slot in slots:
+                if rates[slot]:
+                    _shape(names.switch(s), device(slot), rates[slot])
         for h in range(len(topology.hosts)):
             with netns.inside(names.host(h)):
                 netns.batch(
                     [
-                        f"addr add {addresses(h).v4}/32 dev {HOST_DEVICE}",
-                        f"route add {GATEWAY} dev {HOST_DEVICE} scope link",
-                        f"route add default via {GATEWAY} dev {HOST_DEVICE}",
+                        f"addr add {addresses(h).v4}/30 dev {HOST_DEVICE}",
+                        f"route add default via {gateway(h)} dev {HOST_DEVICE}",
                     ]
                 )
                 if superframes:
@@ -106,9 +121,9 @@ class Routed:
                     parts = " ".join(
                         f"nexthop via {self._peer(s, n)} dev {device(slot_towards(topology, s, n))}" for n in hops
                     )
-                    lines.append(f"route replace {addresses(h).v4}/32 {parts}")
+                    lines.append(f"route replace {subnet(h)} {parts}")
                 elif old:
-                    lines.append(f"route del {addresses(h).v4}/32")
+                    lines.append(f"route del {subnet(h)}")
             if lines:
                 with netns.inside(self.names.switch(s)):
                     subprocess.run(

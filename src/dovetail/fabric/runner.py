@@ -72,7 +72,7 @@ class Bench:
     def enter(self, slot: int, packet: bytes) -> tuple[int, bytes]:
         """One run of the program, as if the packet came in by `slot`."""
         self._config["first_ifindex"] = (LOOPBACK - slot) & 0xFFFFFFFF
-        kernel.update(self.plane.maps["configs"], 0, tables.CONFIG.pack(*self._config.values()))
+        kernel.update(self.plane.maps[tables.SETTINGS], 0, tables.CONFIG.pack(*self._config.values()))
         verdict, out, _ = self.run(packet, ifindex=LOOPBACK)
         return verdict, out
 

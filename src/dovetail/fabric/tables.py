@@ -23,7 +23,9 @@ COUNTERS = (
 )  # fmt: skip
 DROPS = tuple(c for c in COUNTERS if c.startswith("drop"))
 PORT = struct.Struct("<HHHBBQQQQQ")
-CONFIG = struct.Struct("<IIQQQIIQ")
+SETTINGS, SLOTS = ".data.config", ".data.slots"
+"""The maps behind the variables of these sections."""
+CONFIG = struct.Struct("<IIQQQIIQQ")
 RECORD = struct.Struct("<H2s2H124H")
 
 
@@ -48,7 +50,8 @@ class Size:
 
     @property
     def node(self) -> int:
-        return 2 * self.nodes + self.links // 8 + 24
+        """Bytes of struct node: links heard of as failed, when each belief is over, when the first, rest, version."""
+        return self.links // 8 + 8 * self.links + 24
 
     def bits(self, members: set[int] | frozenset[int] | list[int]) -> bytes:
         return sum(1 << m for m in set(members)).to_bytes(8 * self.words, "little")
@@ -98,9 +101,13 @@ def port(node: int, peer: int, link: int, kind: int, *, flags: int = 0, rate: fl
     return PORT.pack(node, peer, link, kind, flags, 0, 0, 0, 0, int(1e12 / rate) if rate else 0)
 
 
-def node(size: Size, slots: dict[int, int]) -> bytes:
-    """struct node; neighbours that it has no port to lead to a slot that does not exist."""
-    return struct.pack(f"<{size.nodes}H", *(slots.get(v, 0xFFFF) for v in range(size.nodes))).ljust(size.node, b"\0")
+def slots(size: Size, ways: list[dict[int, int]]) -> bytes:
+    """The port of each switch towards each neighbour; what is no neighbour leads to a slot that does not exist."""
+    made = bytearray(b"\xff" * (2 * size.nodes * size.nodes))
+    for here, known in enumerate(ways):
+        for there, slot in known.items():
+            struct.pack_into("<H", made, 2 * (here * size.nodes + there), slot)
+    return bytes(made)
 
 
 def host_key(address: str, side: int) -> bytes:
@@ -135,6 +142,7 @@ class Header:
     port: int
     computed: int
     flow: int
+    met: int
     path: tuple[int, ...]
     failed: frozenset[int]
 
@@ -142,11 +150,11 @@ class Header:
 def read_header(size: Size, packet: bytes) -> Header:
     at = 14
     kind, flags, generation, policy, state, hop, length, life = packet[at : at + 8]
-    left, source, target, port, computed, flow = struct.unpack_from("<HHHHHI", packet, at + 10)
+    left, source, target, port, computed, flow, met = struct.unpack_from("<7H", packet, at + 10)
     path = struct.unpack_from(f"<{CARRIED}H", packet, at + 24)[:length]
     raw = int.from_bytes(packet[at + 24 + 2 * CARRIED : at + size.header], "little")
     failed = frozenset(i for i in range(size.links) if raw >> i & 1)
     return Header(
         kind, flags, generation, policy, state, hop, length, life, left, source, target, port, computed, flow,
-        path, failed,
+        met, path, failed,
     )  # fmt: skip

@@ -22,6 +22,8 @@ MAX_SWITCHES = 512
 MAX_LINKS = 1024
 """The map of failed links travels in front of the packet, where XDP leaves 216 bytes."""
 MAX_HOSTS = 4096
+MAX_MTU = 65_000
+"""Wires end at some 9,000 bytes; an emulated link can be wider, up to what an IP packet may be with our header."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class Topology:
             raise bad("switches", f"expected at most {MAX_SWITCHES}, got {len(self.switches)}")
         if len(self.links) > MAX_LINKS:
             raise bad("links", f"expected at most {MAX_LINKS}, got {len(self.links)}")
-        if not 1280 <= self.mtu <= 9000:
-            raise bad("mtu", f"expected 1280 to 9000 bytes, got {self.mtu}")
+        if not 1280 <= self.mtu <= MAX_MTU:
+            raise bad("mtu", f"expected 1280 to {MAX_MTU} bytes, got {self.mtu}")
         for what, names in (("switches", self.switches), ("hosts", [h.name for h in self.hosts])):
             if twice := _first_duplicate(names):
                 raise bad(what, f"{twice} is there twice")

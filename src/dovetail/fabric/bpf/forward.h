@@ -195,13 +195,9 @@ static __always_inline int from_switch(struct xdp_md *ctx, struct config *config
 		__u16 *entry = &h->path[hop]; /* the verifier wants its bounds seen once more */
 		if ((void *)(entry + 1) > end)
 			return XDP_DROP;
-		__u32 next = *entry, me = self;
-		struct node *node = bpf_map_lookup_elem(&nodes, &me);
-		if (!node)
-			return XDP_DROP;
 		if (!h->hops_left)
 			DROP(DROP_HOPS);
-		__u32 slot = node->slot[BOUND(next, NODES)];
+		__u32 slot = slot_towards(self, *entry);
 		struct port *out = bpf_map_lookup_elem(&ports, &slot);
 		if (out && link_up(config, out)) { /* the fast path */
 			h->hop = hop + 1;
@@ -332,7 +328,7 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 	__u64 key = 1 | (__u64)h->flow << 1 | (__u64)h->policy << 8 | (__u64)h->target << 16 | (__u64)self << 32;
 	struct cached *line = cache_line(key);
 	if (line && line->key == key && line->version == node->version && line->generation == h->generation) {
-		__u32 slot = node->slot[BOUND(line->path[0], NODES)];
+		__u32 slot = slot_towards(self, line->path[0]);
 		struct port *port = bpf_map_lookup_elem(&ports, &slot);
 		if (port && link_up(config, port)) {
 			struct fabric_header *out = data + sizeof(struct ethhdr);
@@ -353,9 +349,8 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 static __always_inline int handle(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
-	__u32 zero = 0;
-	struct config *config = bpf_map_lookup_elem(&configs, &zero);
-	if (!config || data + sizeof(struct ethhdr) > end)
+	struct config *config = &settings;
+	if (data + sizeof(struct ethhdr) > end)
 		return XDP_DROP;
 	__u32 slot = ctx->ingress_ifindex - config->first_ifindex;
 	struct port *in = bpf_map_lookup_elem(&ports, &slot);

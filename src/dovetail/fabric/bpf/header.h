@@ -22,17 +22,19 @@ struct fabric_header {
 	__u8 policy;
 	__u8 state;       /* of the policy's automaton, after the last switch visited */
 	__u8 hop, length; /* of `path` */
-	__u8 life;        /* how much longer what it carries may be believed, in 1/255 of config.life */
+	__u8 life;        /* how much longer what it carries may be believed, in 1/255 of config.life; `met`: all of it */
 	__be16 inner;     /* the host's ethertype */
 	__u16 hops_left;
 	__u16 source, target; /* switches */
 	__u16 port;       /* of the host at the target; in a notice: the policy that could not be met */
 	__u16 computed;   /* searches made for this packet */
-	__u32 flow;
+	__u16 flow;
+	__u16 met;        /* the link that it met as failed last, while the rest of `failed` is hearsay */
 	__u16 path[CARRIED];
 	__u64 failed[LINK_WORDS]; /* a bit map and not a list: it cannot overflow */
 };
 
+#define NOTHING_MET 0xffff
 #define SIGNED 124
 struct record {
 	__u16 count;

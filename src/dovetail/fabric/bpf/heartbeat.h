@@ -18,8 +18,8 @@ static __always_inline int send_heartbeat(struct xdp_md *ctx)
 	struct fabric_header *h = (void *)(eth + 1);
 	__u32 zero = 0;
 	struct turn *turn = bpf_map_lookup_elem(&turns, &zero);
-	struct config *config = bpf_map_lookup_elem(&configs, &zero);
-	if (!turn || !config || (void *)(h + 1) > end)
+	struct config *config = &settings;
+	if (!turn || (void *)(h + 1) > end)
 		return XDP_DROP;
 	__u32 slot = turn->next++;
 	if (!slot)

@@ -14,6 +14,7 @@ struct config {
 	__u32 by_port;       /* bit by side: some class is told apart by its port */
 	__u32 use_cache;
 	__u64 round;         /* of heartbeats. Rounds and not time: where nobody sends, nobody is missed */
+	__u64 changed;       /* when this generation came into force, ns; for whoever writes the next one */
 };
 
 struct graph {
@@ -49,9 +50,9 @@ struct port {
 };
 
 struct node {
-	__u16 slot[NODES]; /* neighbour to port */
 	__u64 failed[LINK_WORDS]; /* links heard of as failed */
-	__u64 believed_until;
+	__u64 until[LINKS]; /* when each of them is over, ns: news of one does not keep another alive */
+	__u64 fades_at; /* when the next of them is over; 0: none is believed */
 	__u64 paused_until;
 	__u32 version; /* counts changes of what it believes, so that cached paths can be told stale */
 };
@@ -90,8 +91,7 @@ struct scratch {
 	struct bits cut[NODES]; /* links left out; all zero between packets */
 	struct bits front, reach;
 	__u32 depth, state, word, rank; /* loop counters live here: what is loaded is an unknown number to the verifier */
-	__u32 zero;
-	__u64 any;
+	__u64 any, soonest;
 };
 
 /* Paths found lately, so that most packets of a flow need no search. A kept path is as good as a fresh one: what has
@@ -113,7 +113,8 @@ struct cached {
 		__uint(max_entries, size_);    \
 	} name_ SEC(".maps")
 
-MAP(configs, BPF_MAP_TYPE_ARRAY, __u32, struct config, 1);
+struct config settings SEC(".data.config"); /* a variable and not an entry: nothing to look up, for every packet */
+__u16 slots[NODES * NODES] SEC(".data.slots"); /* [here][there]: the port of one switch towards another */
 MAP(graphs, BPF_MAP_TYPE_ARRAY, __u32, struct graph, 2);
 MAP(policies, BPF_MAP_TYPE_ARRAY, __u32, struct policy, 2 * POLICIES);
 MAP(nodes, BPF_MAP_TYPE_ARRAY, __u32, struct node, NODES);
@@ -136,6 +137,11 @@ static __always_inline void count(__u32 self, enum counter what)
 	struct counters *c = bpf_map_lookup_elem(&counts, &self);
 	if (c)
 		c->n[what]++;
+}
+
+static __always_inline __u32 slot_towards(__u32 here, __u32 there)
+{
+	return slots[BOUND(here * NODES + BOUND(there, NODES), NODES * NODES)];
 }
 
 static __always_inline struct scratch *my_scratch(void)

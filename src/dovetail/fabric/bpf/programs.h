@@ -12,11 +12,7 @@ int fabric_switch(struct xdp_md *ctx)
 SEC("xdp.frags")
 int adopt(struct xdp_md *ctx)
 {
-	__u32 zero = 0;
-	struct config *config = bpf_map_lookup_elem(&configs, &zero);
-	if (!config)
-		return XDP_ABORTED;
-	__u32 slot = ctx->ingress_ifindex - config->first_ifindex;
+	__u32 slot = ctx->ingress_ifindex - settings.first_ifindex;
 	struct port *port = bpf_map_lookup_elem(&ports, &slot);
 	if (!port)
 		return XDP_ABORTED;

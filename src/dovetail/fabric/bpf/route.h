@@ -15,10 +15,8 @@ enum { TO_HERE = -1, NO_PATH = -2 }; /* otherwise: the port's slot */
 __noinline int mark_own_failures(__u32 self)
 {
 	struct scratch *s = my_scratch();
-	__u32 zero = 0, me = self;
-	struct config *config = bpf_map_lookup_elem(&configs, &zero);
-	struct node *node = bpf_map_lookup_elem(&nodes, &me);
-	if (!s || !config || !node)
+	struct config *config = &settings;
+	if (!s)
 		return -1;
 	__u32 side = s->h.generation & 1;
 	struct graph *g = bpf_map_lookup_elem(&graphs, &side);
@@ -33,14 +31,18 @@ __noinline int mark_own_failures(__u32 self)
 		while (set && can_loop) {
 			__u32 next = BOUND(word * 64 + lowest_bit(set), NODES);
 			set &= set - 1;
-			__u32 slot = node->slot[next];
+			__u32 slot = slot_towards(self, next);
 			struct port *port = bpf_map_lookup_elem(&ports, &slot);
 			if (!port || link_up(config, port))
 				continue;
 			__u32 link = BOUND(port->link, LINKS);
+			__u64 known = s->h.failed[BOUND(link >> 6, LINK_WORDS)] >> (link & 63) & 1;
 			s->h.failed[BOUND(link >> 6, LINK_WORDS)] |= 1ULL << (link & 63);
 			s->h.flags |= FAILURES;
-			s->h.life = 255;
+			if (s->h.flags & CERTAIN)
+				s->h.life = 255;
+			else if (!known || s->h.met == NOTHING_MET)
+				s->h.met = link; /* only this one: the hearsay beside it grows no younger */
 		}
 		s->word = word + 1;
 	}
@@ -52,16 +54,15 @@ static __always_inline void forget(struct fabric_header *h)
 	_Pragma("unroll") for (int w = 0; w < LINK_WORDS; w++) h->failed[w] = 0;
 	h->flags &= ~FAILURES;
 	h->life = 0;
+	h->met = NOTHING_MET;
 }
 
 /* The packet's next port from (self, h.state), its path written; TO_HERE, or NO_PATH. */
 __noinline int route(__u32 self)
 {
 	struct scratch *s = my_scratch();
-	__u32 zero = 0, me = self;
-	struct config *config = bpf_map_lookup_elem(&configs, &zero);
-	struct node *node = bpf_map_lookup_elem(&nodes, &me);
-	if (!s || !config || !node)
+	struct config *config = &settings;
+	if (!s)
 		return NO_PATH;
 	/* At most: believed failures; own links; all forgotten; own links changed meanwhile. */
 	for (int turn = 0; turn < 4; turn++) {
@@ -69,7 +70,7 @@ __noinline int route(__u32 self)
 		if (hops == 0)
 			return TO_HERE;
 		if (hops > 0) {
-			__u32 slot = node->slot[BOUND(s->h.path[0], NODES)];
+			__u32 slot = slot_towards(self, s->h.path[0]);
 			struct port *port = bpf_map_lookup_elem(&ports, &slot);
 			if (port && link_up(config, port))
 				return slot;
@@ -86,30 +87,72 @@ __noinline int route(__u32 self)
 	return NO_PATH;
 }
 
-/* What this packet met is believed here for a while. */
+/* Ends the beliefs whose time is over, and notes when the next one's will be. */
+static __always_inline void fade(struct scratch *s, struct node *node, __u64 now)
+{
+	s->any = 0;
+	s->soonest = 0;
+	s->word = 0;
+	while (can_loop) {
+		__u32 word = s->word;
+		if (word >= LINK_WORDS)
+			break;
+		__u64 set = node->failed[BOUND(word, LINK_WORDS)];
+		while (set && can_loop) {
+			__u32 link = BOUND(word * 64 + lowest_bit(set), LINKS);
+			__u64 until = node->until[link];
+			set &= set - 1;
+			if (until <= now) {
+				node->failed[BOUND(link >> 6, LINK_WORDS)] &= ~(1ULL << (link & 63));
+				s->any = 1;
+			} else if (!s->soonest || until < s->soonest) {
+				s->soonest = until;
+			}
+		}
+		s->word = word + 1;
+	}
+	node->fades_at = s->soonest;
+	if (s->any)
+		node->version++;
+}
+
+/* What this packet met is believed here for a while. Hearsay is passed on with the life it has left, so that two
+ * switches cannot keep a rumour alive, whatever else they tell each other. */
 __noinline int learn(__u32 self)
 {
 	struct scratch *s = my_scratch();
-	__u32 zero = 0, me = self;
-	struct config *config = bpf_map_lookup_elem(&configs, &zero);
+	__u32 me = self;
+	struct config *config = &settings;
 	struct node *node = bpf_map_lookup_elem(&nodes, &me);
-	if (!s || !config || !node)
+	if (!s || !node)
 		return -1;
-	__u64 now = bpf_ktime_get_ns(), news = 0;
-	int over = now >= node->believed_until; /* what was believed before must not come back to life */
-	_Pragma("clang loop unroll(disable)") for (int w = 0; w < LINK_WORDS; w++) {
-		__u64 known = s->h.failed[w];
-		if (!over)
-			known |= node->failed[w];
-		news |= known ^ node->failed[w];
-		node->failed[w] = known;
+	__u64 now = bpf_ktime_get_ns(), part = config->life / 255;
+	s->any = 0;
+	s->word = 0;
+	while (can_loop) {
+		__u32 word = s->word;
+		if (word >= LINK_WORDS)
+			break;
+		__u64 set = s->h.failed[BOUND(word, LINK_WORDS)];
+		while (set && can_loop) {
+			__u32 link = BOUND(word * 64 + lowest_bit(set), LINKS);
+			__u64 bit = 1ULL << (link & 63), until = now + part * (link == s->h.met ? 255 : s->h.life);
+			set &= set - 1;
+			if (until <= now)
+				continue;
+			if (!(node->failed[BOUND(link >> 6, LINK_WORDS)] & bit)) {
+				node->failed[BOUND(link >> 6, LINK_WORDS)] |= bit;
+				node->until[BOUND(link, LINKS)] = until;
+				s->any = 1;
+			} else if (node->until[BOUND(link, LINKS)] < until) {
+				node->until[BOUND(link, LINKS)] = until;
+			}
+		}
+		s->word = word + 1;
 	}
-	/* Hearsay is passed on with the life it has left, so that two switches cannot keep a rumour alive. */
-	__u64 until = now + config->life / 255 * s->h.life;
-	if (until > node->believed_until)
-		node->believed_until = until;
-	if (news)
+	if (s->any)
 		node->version++;
+	fade(s, node, now);
 	return 0;
 }
 
@@ -117,26 +160,24 @@ __noinline int learn(__u32 self)
 __noinline int believe(__u32 self)
 {
 	struct scratch *s = my_scratch();
-	__u32 zero = 0, me = self;
-	struct config *config = bpf_map_lookup_elem(&configs, &zero);
+	__u32 me = self;
+	struct config *config = &settings;
 	struct node *node = bpf_map_lookup_elem(&nodes, &me);
-	if (!s || !config || !node)
+	if (!s || !node)
 		return -1;
 	forget(&s->h);
 	s->h.flags |= CERTAIN;
-	__u64 until = node->believed_until;
-	if (!until)
+	if (!node->fades_at)
 		return 0;
 	__u64 now = bpf_ktime_get_ns();
-	if (now >= until) {
-		_Pragma("clang loop unroll(disable)") for (int w = 0; w < LINK_WORDS; w++) node->failed[w] = 0;
-		node->believed_until = 0;
-		node->version++;
+	if (now >= node->fades_at)
+		fade(s, node, now);
+	__u64 until = node->fades_at;
+	if (until <= now)
 		return 0;
-	}
 	_Pragma("clang loop unroll(disable)") for (int w = 0; w < LINK_WORDS; w++) s->h.failed[w] = node->failed[w];
 	s->h.flags = (s->h.flags & ~CERTAIN) | FAILURES;
 	__u64 part = config->life / 255;
-	s->h.life = part ? (until - now) / (part + 1) : 0;
+	s->h.life = part ? (until - now) / (part + 1) : 0; /* of the one that is over first: no other lives longer by it */
 	return 0;
 }

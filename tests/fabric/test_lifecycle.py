@@ -1,0 +1,169 @@
+"""A fabric is built whole or not at all, is found again by its commands, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dovetail.core.errors import Error
+from dovetail.fabric import emulate, kernel, netns, shapes
+
+pytestmark = pytest.mark.root
+TREE = shapes.fat_tree(4, hosts=2)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dovetail.fabric.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_commands_work_one_after_the_other(tmp_path: Path) -> None:
+    name = f"c{os.getpid()}"
+    topology = tmp_path / "t.yaml"
+    topology.write_text("shape: {kind: ring, size: 4}\npolicy: {classes: [{name: x, from: h0, to: h2, via: s1}]}\n")
+    try:
+        made = command("up", str(topology), "--name", name, "--json")
+        assert made.returncode == 0 and json.loads(made.stdout)["hosts"]["h0"] == "10.0.0.1", made.stderr
+        assert "h0 → s0 → s1 → s2 → h2" in command("trace", "h0", "h2", "--name", name).stdout
+        assert command("fail", "s0-s1", "--name", name).stdout == "s0-s1: down\n"
+        assert json.loads(command("status", "--name", name, "--json").stdout)["links"]["s0-s1"] == "down"
+        assert "s3 → s2 → s1 → s2" in command("trace", "h0", "h2", "--name", name).stdout
+        checked = command("check", "--name", name, "--json")
+        assert checked.returncode == 0 and json.loads(checked.stdout)["holds"]
+        assert command("fail", "s1-s2", "--name", name).returncode == 0
+        assert "no compliant path survives (down: s0-s1, s1-s2)" in command("trace", "h0", "h2", "--name", name).stdout
+        assert command("heal", "--name", name).stdout == "up: s0-s1, s1-s2\n"
+        ping = command("exec", "--name", name, "h0", "--", "ping", "-c", "1", "-W", "2", "10.0.0.9")
+        assert ping.returncode == 0, ping.stdout
+        wrong = command("fail", "s0-s9", "--name", name)
+        assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1
+    finally:
+        gone = command("down", "--name", name)
+    assert gone.returncode == 0 and "removed 8 namespaces" in gone.stdout
+    assert not netns.named(f"dvf-{name}-")
+    assert command("status", "--name", name).stderr == f"dovetail: no fabric '{name}' is up\n"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_down_cleans_up_after_a_kill_and_touches_nothing_else() -> None:
+    name, stranger = f"k{os.getpid()}", f"dovetail-test-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", stranger], check=True)
+    script = (
+        "from dovetail.fabric import emulate, shapes\n"
+        f"f = emulate.up(shapes.fat_tree(8), name={name!r})\n"
+        "f.run(0, ['sleep', '1000']); print('up', flush=True)\n"
+        "import time; time.sleep(1000)\n"
+    )
+    try:
+        for wait in (0.6, 0.75, 0.9, None):
+            child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+            if wait is None:
+                assert child.stdout and child.stdout.readline() == "up\n"
+            else:
+                time.sleep(wait)  # wherever it is by then
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+            assert child.stdout
+            child.stdout.close()
+            names = netns.named(f"dvf-{name}-")
+            inside = netns.processes_in(names)
+            emulate.down(name)
+            assert not netns.named(f"dvf-{name}-")
+            assert not [pid for pid in inside if alive(pid)]
+        assert (netns.WHERE / stranger).exists()
+        assert not (emulate.RUN / f"{name}.json").exists()
+    finally:
+        emulate.down(name)
+        subprocess.run(["ip", "netns", "del", stranger], check=True)
+
+
+def test_down_finds_what_a_kill_left_half_written_and_nothing_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, stranger = f"l{os.getpid()}", f"dvf-Stranger-{os.getpid()}"
+    emulate.RUN.mkdir(parents=True, exist_ok=True)
+    torn = emulate.RUN / f".{name}.json.torn.json"
+    torn.write_text("{")
+    for namespace in (f"dvf-{name}-1-s0", stranger):
+        subprocess.run(["ip", "netns", "add", namespace], check=True)
+    try:
+        assert name not in emulate.running() and name in emulate.standing()
+        assert all(emulate._NAME.fullmatch(n) for n in emulate.standing())
+        with monkeypatch.context() as someone:
+            someone.setattr(os, "geteuid", lambda: 1000)
+            with pytest.raises(Error, match="needs root"):
+                emulate.down(name)
+        assert emulate.down(name) == 1
+        assert not torn.exists() and name not in emulate.standing()
+        assert (netns.WHERE / stranger).exists()
+    finally:
+        emulate.down(name)
+        subprocess.run(["ip", "netns", "del", stranger], check=True)
+
+
+def test_two_processes_do_not_build_one_fabric() -> None:
+    name = f"b{os.getpid()}"
+    ring = shapes.ring(3)
+    emulate._remember(emulate.Names(name, f"{name}-{os.getppid()}"), ring, {}, "building")
+    try:
+        with pytest.raises(Error, match=rf"is being built by process {os.getppid()}"):
+            emulate.up(ring, name=name)
+    finally:
+        emulate.down(name)
+
+
+def test_a_program_that_cannot_be_loaded_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise Error("no")
+
+    monkeypatch.setattr(kernel, "Object", refused)
+    with pytest.raises(Error, match="no"):
+        emulate.up(TREE, name="refused")
+    assert "refused" not in emulate.standing()
+
+
+def test_compiled_programs_are_kept_where_only_their_user_can_put_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # as some `sudo` leaves it
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert tmp_path not in kernel._cache().parents
+    foreign = tmp_path / "dovetail" / "bpf"
+    foreign.mkdir(parents=True)
+    os.chown(foreign, 1000, 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(Error, match="belongs to another user"):
+        kernel._cache()
+
+
+def test_nothing_is_built_for_a_policy_that_contradicts_itself() -> None:
+    with pytest.raises(Error, match="contradict"):
+        emulate.up(TREE, {"classes": [{"from": "h0", "to": "h15", "via": "core0", "avoid": "core0"}]}, name="never")
+    assert not netns.named("dvf-never-") and "never" not in emulate.running()
+
+
+def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise Error("no")
+
+    monkeypatch.setattr(kernel, "attach_xdp", broken)
+    with pytest.raises(Error, match="no"):
+        emulate.up(TREE, name="broken")
+    assert not netns.named("dvf-broken-") and "broken" not in emulate.running()
