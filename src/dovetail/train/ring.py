@@ -88,11 +88,11 @@ def reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return mine
 
 
-def all_gather(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
     """Puts the shards of all ranks together in `out`, rank r's at the r-th of n equal parts.
 
     `shard` may be that very part of `out`; then nothing is copied. Returns when everything is there and this rank has
-    passed on all it had to pass on.
+    passed on all it had to pass on. Messages of another kind in the same group have tags of another range.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = out.view(ranks, -1)
@@ -106,18 +106,18 @@ def all_gather(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup)
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     pieces = _pieces(parts[rank])
     coming = [
-        _receive(parts[(rank - step) % ranks][piece], left, (step - 1) * len(pieces) + j, group)
+        _receive(parts[(rank - step) % ranks][piece], left, tag + (step - 1) * len(pieces) + j, group)
         for step in range(1, ranks)
         for j, piece in enumerate(pieces)
     ]
-    gone = [_send(parts[rank][piece], right, j, group) for j, piece in enumerate(pieces)]
+    gone = [_send(parts[rank][piece], right, tag + j, group) for j, piece in enumerate(pieces)]
     for step in range(1, ranks):
         part = parts[(rank - step) % ranks]
         for j, piece in enumerate(pieces):
             number = (step - 1) * len(pieces) + j
             coming[number].wait()
             if step < ranks - 1:
-                gone.append(_send(part[piece], right, number + len(pieces), group))
+                gone.append(_send(part[piece], right, tag + number + len(pieces), group))
     for message in gone:
         message.wait()
 
