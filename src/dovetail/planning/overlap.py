@@ -167,7 +167,8 @@ class _Bounds:
         updated = np.maximum(reduced, cycle.backward.backward) + cycle.step
         if self.update is not None:
             updated = np.maximum(reduced, values[:, 2] + self.update[j])
-        return updated + np.maximum(gathered, cycle.forward.backward)
+        total: FloatArray = updated + np.maximum(gathered, cycle.forward.backward)
+        return total
 
 
 def _completion(stream: Stream, cost: Cost) -> tuple[FloatArray, FloatArray]:
@@ -228,11 +229,14 @@ def _undominated(values: FloatArray) -> IntArray:
     if values.shape[1] == 2:
         second = values[order, 1]
         least = np.concatenate([[np.inf], np.minimum.accumulate(second)[:-1]]) if len(order) else second
-        return order[second < least]
+        best: IntArray = order[second < least]
+        return best
     # By ascending first value; a staircase of the (second, third) seen so far, second rising and third falling.
-    kept, seconds, thirds = [], [], []
+    kept: list[int] = []
+    seconds: list[float] = []
+    thirds: list[float] = []
     for i in order.tolist():
-        _, second, third = values[i]
+        _, second, third = values[i].tolist()
         at = bisect_right(seconds, second)
         if at and thirds[at - 1] <= third:
             continue

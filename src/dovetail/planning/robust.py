@@ -89,6 +89,7 @@ def perturbed(stream: Stream, scenarios: int, random: np.random.Generator) -> tu
     def slower(cost: Cost, sizes: IntArray) -> FloatArray:
         # What an empty collective takes is latency, what exceeds it are bytes.
         seconds, floor = cost(sizes)[None, :], latency(cost)
-        return latency_factor * np.minimum(seconds, floor) + byte_factor * np.maximum(0.0, seconds - floor)
+        total: FloatArray = latency_factor * np.minimum(seconds, floor) + byte_factor * np.maximum(0.0, seconds - floor)
+        return total
 
     return ready, backward, slower

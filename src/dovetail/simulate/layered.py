@@ -50,8 +50,8 @@ class LayeredModel(EmulatedModel):
             names = [t.name for t in reversed(profile.tensors) if t.layer == layer]
             modules = []
             for path, members in groupby(names, key=lambda n: n.rpartition(".")[0]):
+                assert path, "every parameter belongs to a module below the root"
                 owner = cast(_Owner, self.get_submodule(path))
-                assert owner is not self, "every parameter belongs to a module below the root"
                 leaves = [(n.rpartition(".")[2], by_name[n]) for n in members]
                 owner.steps = _Steps(owner, leaves, self)
                 modules.append(owner)
