@@ -6,8 +6,11 @@ import contextlib
 import copy
 import gc
 import io
+import os
+import signal
 import weakref
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +38,19 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Bag(nn.Module):
-    """A bit of everything: tied, frozen and scalar parameters, buffers, attention, recurrence, channels last."""
+    """A bit of everything: tied, frozen and scalar parameters, buffers, attention, recurrence, channels last.
+
+    No bias where its gradient is zero but for rounding: Adam makes steps of full length out of any rounding.
+    """
 
     def __init__(self, *, idle: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table, self.out = nn.Embedding(16, 12), nn.Linear(12, 16, bias=False)
         self.out.weight = self.table.weight
-        self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 4, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(4)
-        self.attention = nn.MultiheadAttention(12, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(12, 2, bias=False, batch_first=True)
         self.recurrent = nn.LSTM(12, 12, batch_first=True)
         self.frozen = nn.Linear(12, 12).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(0.7))
@@ -393,3 +399,23 @@ def rings(elements: int, piece: int) -> dict[str, bool]:
         "gathered": torch.equal(out, expected),
         "in place": torch.equal(inside, expected),
     }
+
+
+def mortal() -> None:
+    """Trains until the second rank is killed in the middle of a backward pass."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    torch.manual_seed(0)
+    model = dovetail.DistributedDataParallel(
+        nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), overlap="forward", bucket_cap_mb=0.02
+    )
+    optimizer = dovetail.optimizer(torch.optim.Adam(model.parameters()), model)
+    for step in range(100):
+        if step == 3 and dist.get_rank() == 1:
+            model.module[4].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        optimizer.zero_grad()
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    mortal()
