@@ -23,6 +23,8 @@ import dovetail
 from dovetail.train import ring
 from dovetail.train.arriving import Arriving
 
+from .scenarios import QUICK, STEPS
+
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 CAP = 0.002  # MiB: a dozen buckets in these small models
 
@@ -314,6 +316,35 @@ def rebucketed() -> dict[str, Any]:
         if step in (1, 3):
             b.move(*layouts[step // 2])
     return {"difference": difference(ours, theirs), "buckets": len(ours.exchange.buckets), "count": count}
+
+
+def planned() -> dict[str, Any]:
+    """Through the whole of planning, on real steps, and beyond it."""
+    theirs = TorchDDP(Bag())
+    ours = dovetail.DistributedDataParallel(Bag(), overlap="forward", bucket_cap_mb=CAP, tuning=QUICK)
+    a, make = OPTIMIZERS["adam"](theirs.parameters()), OPTIMIZERS["adam"]
+    before = ours.explain()
+    b = dovetail.optimizer(make(ours.parameters()), ours)
+    layouts = set()
+    for step in range(STEPS):
+        for model, opt in ((theirs, a), (ours, b)):
+            opt.zero_grad()
+            loss(model, step).backward()
+            opt.step()
+        layouts.add(tuple(bucket.members for bucket in ours.exchange.buckets))
+    report = ours.report
+    kept = [report.plan.tensors[k.start : k.stop] for k in report.plan.buckets]
+    return {
+        "difference": difference(ours, theirs),
+        "before": before,
+        "state": report.state,
+        "reason": report.reason,
+        "layouts": len(layouts),
+        "kept": [list(names) for names in kept],
+        "used": [[ours.exchange.slots[i].name for i in bucket.members] for bucket in ours.exchange.buckets],
+        "explained": ours.explain(),
+        "watching": ours.exchange.watching,
+    }
 
 
 def refusals() -> dict[str, str]:

@@ -30,8 +30,8 @@ class Arrival:
 
     ticket: Ticket
     index: int
-    uses: list[tuple[int, float]] | None
-    """Where the time of the first use is noted, if somebody asked."""
+    uses: list[tuple[int, float, float]] | None
+    """Where the first use is noted, if somebody asked: index, when it was, when it could go on."""
 
 
 _arrivals: dict[int, Arrival] = {}
@@ -97,11 +97,12 @@ def settle(parameter: nn.Parameter) -> None:
         return
     arrival = _arrivals.get(id(parameter))
     if arrival is not None:
-        if arrival.uses is not None:
-            arrival.uses.append((arrival.index, time.perf_counter()))
+        before = time.perf_counter()
         arrival.ticket.wait()
+        if arrival.uses is not None:
+            arrival.uses.append((arrival.index, before, time.perf_counter()))
         _arrivals.pop(id(parameter), None)
-    parameter.__class__ = nn.Parameter
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _settle_in(values: Iterable[Any]) -> bool:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from .arriving import Arrival, ScatteredGradient, expect, settle, stand_in
 from .integrations import keep
 from .lane import Lane, Ticket
 from .layout import Bucket, lay_out
+
+if TYPE_CHECKING:
+    from .cycling import Planner
 
 
 @dataclass(eq=False)
@@ -63,10 +66,18 @@ class Exchange:
         self.device = named[0][1].device
         self.lane = Lane(self.device, self.rank)
         self.find_unused = find_unused
-        self.uses: list[tuple[int, float]] | None = None
-        """First uses of parameters after a step (index, time.perf_counter()), if somebody set a list here."""
-        self.stamps: list[tuple[int, Any]] | None = None
-        """Gradients as they become ready, likewise."""
+        self.watching = False
+        """Whether to note when gradients become ready and when parameters are first used."""
+        self.stamps: list[tuple[int, float]] = []
+        """(index, time.perf_counter()) of gradients as they became ready in the last pass."""
+        self.uses: list[tuple[int, float, float]] = []
+        """First uses of what the step before the last sent (see Arrival)."""
+        self._coming_uses: list[tuple[int, float, float]] = []
+        self.forward_span = (0.0, 0.0)
+        """The last forward pass that armed the exchange, by time.perf_counter()."""
+        self.updating = 0.0
+        """Seconds that the optimiser took in the last step, without waiting."""
+        self.planner: Planner | None = None
         self._flags: torch.Tensor | None = None
         self._flagging: Ticket | None = None
         self._armed = self._begun = False
@@ -103,6 +114,7 @@ class Exchange:
             bucket.missing = len(bucket.members)
         for slot in self.slots:
             slot.ready = False
+        self.stamps = []
         self._armed, self._begun, self._next = True, False, 0
 
     def reduced(self) -> Iterator[Bucket]:
@@ -124,22 +136,24 @@ class Exchange:
         """Sends this rank's new values to the others and takes theirs, behind whatever comes next."""
         self._check_places()
         torch.autograd.graph.increment_version([s.parameter for s in self.slots])
+        self.uses, self._coming_uses = self._coming_uses, []
+        uses = self._coming_uses if self.watching else None
         for number in self.needed:
             bucket = self.buckets[number]
             job = _gather(bucket, self.group)
             bucket.gathering = self.lane.submit(f"the all-gather of bucket {number}", job)
             for i in bucket.members:
-                expect(self.slots[i].parameter, Arrival(bucket.gathering, i, self.uses))
+                expect(self.slots[i].parameter, Arrival(bucket.gathering, i, uses))
 
     def settle(self) -> None:
         """Waits until every parameter is whole."""
-        uses, self.uses = self.uses, None
         for slot in self.slots:
             settle(slot.parameter)
-        self.uses = uses
 
     def after_step(self) -> None:
         """Called when a step is over, on all ranks at the same point: planning happens here."""
+        if self.planner is not None:
+            self.planner.after_step()
 
     def has_gradient(self, index: int) -> bool:
         """Whether the optimiser is to update this parameter, by torch's rule."""
@@ -175,7 +189,7 @@ class Exchange:
         slot.parameter.grad = slot.scattered
         slot.ready = self._begun = True
         bucket.missing -= 1
-        if self.stamps is not None:
+        if self.watching:
             self.stamps.append((index, time.perf_counter()))
         self._launch()
 

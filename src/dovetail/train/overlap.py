@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from dovetail.core.errors import Error
 from dovetail.core.plan import MIB, Plan
 
+from .cycling import Planner
 from .ddp import DistributedDataParallel, compiled
 from .exchange import Exchange
 from .integrations import keep
@@ -65,7 +67,10 @@ class ForwardOverlap(DistributedDataParallel):
             order=order,
             cuts=by_size(sizes, _cap(kwargs)),
         )
-        self._report = Report(state="off", reason="communication hides behind forward as well")
+        self._planned = plan == "auto" and self.exchange.ranks > 1
+        self._tuning = tuning or Tuning()
+        reason = "the optimiser is not wrapped with dovetail.optimizer yet" if self._planned else "planning is off"
+        self._report = Report(state="off", overlap="forward", reason=reason)
 
     @property
     def optimizer(self) -> ShardedOptimizer | None:
@@ -73,8 +78,15 @@ class ForwardOverlap(DistributedDataParallel):
         return self._optimizer() if self._optimizer is not None else None
 
     def attach(self, optimizer: ShardedOptimizer) -> None:
-        """Called by `dovetail.optimizer`."""
+        """Called by `dovetail.optimizer`: from here on planning can begin."""
         self._optimizer = weakref.ref(optimizer)
+        if self._planned:
+            name = type(self.module).__name__
+            self.exchange.planner = Planner(self.exchange, optimizer, self.process_group, name, self._tuning)
+
+    @property
+    def report(self) -> Report:
+        return self.exchange.planner.report if self.exchange.planner is not None else self._report
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         synchronises = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
@@ -85,7 +97,10 @@ class ForwardOverlap(DistributedDataParallel):
         if self.device_ids:  # not tested on the hardware at hand
             moved, named = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved[0], named[0]
+        began = time.perf_counter()
         output = self._run_ddp_forward(*inputs, **kwargs)
+        if synchronises:
+            self.exchange.forward_span = (began, time.perf_counter())
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self.require_forward_param_sync = synchronises

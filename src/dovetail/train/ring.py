@@ -30,6 +30,7 @@ def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     All ranks of `group` call it together. It has the backend and the time-out of `group`.
     """
     group = group or dist.group.WORLD
+    assert group is not None, "there is a process group"
     made = dist.new_group(
         ranks=dist.get_process_group_ranks(group),
         timeout=_timeout(group),

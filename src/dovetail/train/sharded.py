@@ -9,6 +9,7 @@ arithmetic runs on the pieces of parameters that this rank looks after, so state
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -90,8 +91,11 @@ class ShardedOptimizer(Optimizer):
         reduced = exchange.reduced()
         self._refuse_lone_gradients()
         self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before may look here
+        exchange.updating = 0.0
         for bucket in reduced:
+            began = time.perf_counter()
             self._update(bucket)
+            exchange.updating += time.perf_counter() - began
         exchange.gather()
         exchange.after_step()
         return loss
