@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from . import inputs, shell
+
+if TYPE_CHECKING:
+    from dovetail.core.plan import Overlap
 
 ProfileFile = Annotated[Path, typer.Argument(metavar="job.json", help="A profile, from `dovetail profile`.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Ranks to plan for; default: the network's own.")]
@@ -64,7 +67,7 @@ def plan(
 
     job, net = inputs.read_profile(profile), inputs.read_network(network)
     with shell.working("planning", brief=True):
-        mode = overlap.value
+        mode: Overlap = "forward" if overlap is Behind.forward else "backward"
         chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy, overlap=mode, optimizer=optimizer)
         compared = planning.compare(job, net, workers=workers, batch=batch, overlap=mode, optimizer=optimizer)
         if mode == "forward" and "all_reduce" in net.collectives:
