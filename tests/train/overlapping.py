@@ -23,7 +23,7 @@ import dovetail
 from dovetail.train import ring
 from dovetail.train.arriving import Arriving
 
-from .scenarios import QUICK, STEPS
+from .scenarios import QUICK, STEPS, batch, net
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 CAP = 0.002  # MiB: a dozen buckets in these small models
@@ -345,6 +345,14 @@ def planned() -> dict[str, Any]:
         "explained": ours.explain(),
         "watching": ours.exchange.watching,
     }
+
+
+def hinted() -> str:
+    """What the plain wrapper says of a second line."""
+    model = dovetail.DistributedDataParallel(net(), tuning=QUICK)
+    for step in range(8):
+        model(batch(step)).sum().backward()
+    return next(line for line in model.explain().splitlines() if "overlap" in line)
 
 
 def refusals() -> dict[str, str]:

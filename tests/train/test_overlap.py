@@ -29,6 +29,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "used by one": (overlapping.unused, {"everywhere": False}),
     "read": (overlapping.read_between_steps, {}),
     "rebucketed": (overlapping.rebucketed, {}),
+    "planned": (overlapping.planned, {}),
+    "hinted": (overlapping.hinted, {}),
 }
 MORE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "refusals": (overlapping.refusals, {}),
@@ -116,6 +118,22 @@ def test_whoever_reads_a_parameter_between_steps_sees_finished_values(two: Runs)
 def test_new_buckets_in_the_middle_of_training_change_nothing(runs: tuple[int, Runs]) -> None:
     for result in runs[1]("rebucketed"):
         assert result["difference"] < CLOSE and result["buckets"] == result["count"]
+
+
+def test_planning_tries_bucketings_on_real_steps_and_uses_the_one_it_keeps(two: Runs) -> None:
+    for result in two("planned"):
+        assert result["difference"] < CLOSE
+        assert (result["state"], result["reason"], result["watching"]) == ("done", "", False)
+        assert result["layouts"] > 2 and result["used"] == result["kept"]
+        assert "not wrapped with dovetail.optimizer yet" in result["before"]
+        for line in ("reduce-scatter", "all-gather", "buckets of torch's sizes", "is predicted to take"):
+            assert line in result["explained"]
+    assert two("planned")[0]["used"] == two("planned")[1]["used"]
+
+
+def test_without_the_second_line_explain_says_what_it_would_gain(two: Runs) -> None:
+    first, second = two("hinted")
+    assert first == second and "overlap='forward' with dovetail.optimizer" in first and "predicted" in first
 
 
 def test_state_is_stored_as_torch_stores_it_and_goes_on_with_any_number_of_ranks(two: Runs, four: Runs) -> None:

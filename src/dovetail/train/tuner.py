@@ -7,6 +7,7 @@ same gradients as any other. Whatever must be the same on all ranks is agreed at
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import Counter
@@ -154,6 +155,7 @@ class Tuner:
             forward=profile.forward_time(),
             backward=profile.backward_time(),
             network=network,
+            notes=self._hint(profile, network),
         )
         times: list[list[float]] = [[] for _ in plans]
         dropped: set[int] = set()
@@ -263,6 +265,16 @@ class Tuner:
         if isinstance(answer, str):
             raise Error(answer)
         return answer
+
+    def _hint(self, profile: Profile, network: Network) -> tuple[str, ...]:
+        """What wrapping the optimiser too would gain, as far as can be predicted from here."""
+        from .hint import forward_gain
+
+        said: tuple[str, ...] = ()
+        if dist.get_rank(self._group) == 0:
+            with contextlib.suppress(Exception):  # a remark must not cost anybody the plan
+                said = (forward_gain(profile, network),)
+        return agree.from_first(said, self._group, self._device)
 
 
 def _own_policy(config: Any) -> str:
