@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import dovetail
 from dovetail.train import ring
@@ -345,6 +346,81 @@ def planned() -> dict[str, Any]:
         "explained": ours.explain(),
         "watching": ours.exchange.watching,
     }
+
+
+def _autocast(model: Any, opt: Any, step: int) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(batch(step)).square().mean().backward()
+    opt.step()
+
+
+def _checkpointed(model: Any, opt: Any, step: int) -> None:
+    """Every layer is computed again in backward, in a pass of its own inside the pass."""
+    whole, model.module.forward = model.module.forward, lambda x: _layers_again(model.module, x)
+    model(batch(step).requires_grad_()).square().mean().backward()
+    model.module.forward = whole
+    opt.step()
+
+
+def _layers_again(module: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    for layer in module:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x
+
+
+def _takes_turns(model: Any, opt: Any, step: int) -> None:
+    """A discriminator: frozen while the generator learns through it; the first rank looks in between."""
+    model.requires_grad_(False)
+    model(batch(step).requires_grad_()).sum().backward()
+    model.requires_grad_(True)
+    out = model(batch(step))
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(batch(step + 1))
+    out.square().mean().backward()
+    opt.step()
+
+
+def _closes_over(model: Any, opt: Any, step: int) -> None:
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        found = model(batch(step)).square().mean()
+        found.backward()
+        return found  # type: ignore[no-any-return]
+
+    assert float(opt.step(closure)) > 0
+
+
+def _steps_twice(model: Any, opt: Any, step: int) -> None:
+    model(batch(step)).square().mean().backward()
+    opt.step()
+    opt.step()
+
+
+def _changes_values(model: Any, opt: Any, step: int) -> None:
+    model(batch(step)).square().mean().backward()
+    opt.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+WAYS = {
+    way.__name__.removeprefix("_"): way
+    for way in (_autocast, _checkpointed, _takes_turns, _closes_over, _steps_twice, _changes_values)
+}
+
+
+def trains(way: str) -> float:
+    """What scripts do besides plain steps, in float32."""
+    theirs = TorchDDP(net())
+    ours = dovetail.DistributedDataParallel(net(), overlap="forward", bucket_cap_mb=CAP)
+    a, b = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (theirs, ours))
+    for opt, model in ((a, theirs), (dovetail.optimizer(b, ours), ours)):
+        for step in range(5):
+            WAYS[way](model, opt, step)
+            opt.zero_grad()
+    return difference(ours, theirs)
 
 
 def hinted() -> str:

@@ -29,6 +29,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "used by one": (overlapping.unused, {"everywhere": False}),
     "read": (overlapping.read_between_steps, {}),
     "rebucketed": (overlapping.rebucketed, {}),
+    **{way: (overlapping.trains, {"way": way}) for way in overlapping.WAYS},
     "planned": (overlapping.planned, {}),
     "hinted": (overlapping.hinted, {}),
 }
@@ -86,6 +87,11 @@ def test_optimiser_state_takes_its_nth_of_the_memory(runs: tuple[int, Runs]) -> 
 
 def test_groups_and_schedulers_of_the_torch_optimiser_are_heard(two: Runs) -> None:
     assert all(found < CLOSE for found in two("groups"))
+
+
+@pytest.mark.parametrize("way", overlapping.WAYS)
+def test_what_scripts_do_besides_plain_steps_works_as_with_torch(two: Runs, way: str) -> None:
+    assert all(found < 1e-6 for found in two(way))  # float32
 
 
 def test_gradients_add_up_over_passes_as_in_torch(runs: tuple[int, Runs]) -> None:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from dovetail.core.errors import Error
@@ -26,8 +25,9 @@ from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 
-from . import agree, ring
+from . import agree
 from .exchange import Exchange
+from .halves import halves
 from .report import Report
 from .tuner import Tuning, exactly, noise, trials
 
@@ -230,17 +230,13 @@ class Planner:
 
         exchange = self._exchange
         exchange.settle()  # the lane is idle, on every rank, once the first collective below is over
-
-        def gather(flat: torch.Tensor) -> None:
-            ring.all_gather(flat.view(exchange.ranks, -1)[exchange.rank], flat, exchange.group)
-
         return measure.network(
             self._group,
             max_bytes=max(1024, min(profile.parameter_bytes, 32 * 2**20)),
             collectives=("all_reduce", "reduce_scatter", "all_gather"),
             budget=self._tuning.network_seconds,
             device=exchange.device,
-            via={"reduce_scatter": lambda flat: ring.reduce_scatter(flat, exchange.group), "all_gather": gather},
+            via=halves(exchange.group),
         )
 
     def _plans(self, profile: Profile, network: Network, updating: float) -> tuple[list[Plan], float]:

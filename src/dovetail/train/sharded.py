@@ -9,6 +9,8 @@ arithmetic runs on the pieces of parameters that this rank looks after, so state
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -37,6 +39,10 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 GRADIENT = "dovetail gradient"
+PATIENCE = 20.0
+"""Seconds after which a rank that is alone in state_dict() says what it waits for."""
+
+log = logging.getLogger("dovetail")
 
 
 def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) -> ShardedOptimizer:
@@ -139,7 +145,17 @@ class ShardedOptimizer(Optimizer):
         """The whole optimiser's state in torch's own format. Every rank must call it: each has its share only."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        whole = states.whole(self._exchange, self._mine())
+        waiting = threading.Timer(
+            PATIENCE,
+            log.warning,
+            ["dovetail: optimizer.state_dict() waits for the other ranks: every rank must call it"],
+        )
+        waiting.daemon = True
+        waiting.start()
+        try:
+            whole = states.whole(self._exchange, self._mine())
+        finally:
+            waiting.cancel()
         numbers: dict[int, int] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
