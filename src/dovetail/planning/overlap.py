@@ -31,7 +31,7 @@ from .stream import IntArray, Stream, bucket_bytes, rows
 
 _ROUNDING = 1e-12
 _MOST_BUCKETS = 24
-_WORTH_A_LOOK = 0.1
+_WORTH_A_LOOK = 0.05
 """Partitions with a given count of buckets are looked for up to so far above the optimum."""
 
 

@@ -89,7 +89,7 @@ class _Steps:
             parameter.detach()  # a look at the values: waits for them if they are on their way
             if torch.is_grad_enabled():
                 chain = _Ready.apply(chain, parameter, gradient, self._model)  # type: ignore[no-untyped-call]
-        return chain
+        return chain.clone()  # FSDP warns of views
 
 
 def blocks(model: LayeredModel) -> list[list[nn.Module]]:
