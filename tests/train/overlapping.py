@@ -108,14 +108,19 @@ def follows(optimizer: str) -> dict[str, Any]:
             opt.zero_grad()
             loss(model, step).backward()
             opt.step()
-    held = sum(v.numel() for s in our_optimizer.state.values() for v in s.values() if v.dim())
-    whole = sum(v.numel() for s in their_optimizer.state.values() for v in s.values() if v.dim())
+    held, whole = (_elements(o) for o in (our_optimizer, their_optimizer))
     return {
         "difference": difference(ours, theirs),
         "share": held / whole if whole else 0.0,
         "buckets": len(ours.exchange.buckets),
         "is torch's": isinstance(ours, TorchDDP) and isinstance(our_optimizer, torch.optim.Optimizer),
     }
+
+
+def _elements(optimizer: torch.optim.Optimizer) -> int:
+    """Elements of state, but for the few numbers that belong to whole parameters."""
+    alone = ("step", "mu_product")
+    return sum(v.numel() for s in optimizer.state.values() for k, v in s.items() if k not in alone)
 
 
 def grouped_and_scheduled() -> float:
@@ -421,6 +426,30 @@ def trains(way: str) -> float:
             WAYS[way](model, opt, step)
             opt.zero_grad()
     return difference(ours, theirs)
+
+
+def recorded() -> dict[str, Any]:
+    """Steps as a timeline, and what that says of them."""
+    model = dovetail.DistributedDataParallel(Bag(), overlap="forward", bucket_cap_mb=CAP, plan=None)
+    optimizer = dovetail.optimizer(OPTIMIZERS["sgd"](model.parameters()), model)
+    with model.record() as recording:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+    timeline = recording.timeline()
+    timeline.check()
+    names = [s.name for s in timeline.spans if s.kind == "communication"]
+    return {
+        "kinds": sorted({s.kind for s in timeline.spans} - {"wait"}),
+        "tracks": sorted({s.track for s in timeline.spans}),
+        "scatters": sum(name.startswith("reduce-scatter") for name in names),
+        "gathers": sum(name.startswith("all-gather") for name in names),
+        "buckets": len(model.exchange.buckets),
+        "start": min(s.start for s in timeline.spans),
+        "backwards": sum(s.kind == "backward" for s in timeline.spans),
+        "watching": model.exchange.watching,
+    }
 
 
 def hinted() -> str:

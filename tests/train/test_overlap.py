@@ -32,6 +32,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     **{way: (overlapping.trains, {"way": way}) for way in overlapping.WAYS},
     "planned": (overlapping.planned, {}),
     "hinted": (overlapping.hinted, {}),
+    "recorded": (overlapping.recorded, {}),
 }
 MORE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "refusals": (overlapping.refusals, {}),
@@ -135,6 +136,14 @@ def test_planning_tries_bucketings_on_real_steps_and_uses_the_one_it_keeps(two: 
         for line in ("reduce-scatter", "all-gather", "buckets of torch's sizes", "is predicted to take"):
             assert line in result["explained"]
     assert two("planned")[0]["used"] == two("planned")[1]["used"]
+
+
+def test_recorded_steps_show_every_half_of_every_bucket(two: Runs) -> None:
+    for rank, result in enumerate(two("recorded")):
+        assert result["kinds"] == ["backward", "communication", "forward", "optimizer"]
+        assert result["tracks"] == [f"rank {rank}/compute", f"rank {rank}/network"]
+        assert result["scatters"] == result["gathers"] == 3 * result["buckets"] and result["backwards"] == 3
+        assert result["start"] == 0 and not result["watching"]
 
 
 def test_without_the_second_line_explain_says_what_it_would_gain(two: Runs) -> None:

@@ -31,6 +31,7 @@ from .layout import Bucket, lay_out
 
 if TYPE_CHECKING:
     from .cycling import Planner
+    from .recording import Recording
 
 
 @dataclass(eq=False)
@@ -78,6 +79,7 @@ class Exchange:
         self.updating = 0.0
         """Seconds that the optimiser took in the last step, without waiting."""
         self.planner: Planner | None = None
+        self.recording: Recording | None = None
         self._flags: torch.Tensor | None = None
         self._flagging: Ticket | None = None
         self._armed = self._begun = False
@@ -141,7 +143,7 @@ class Exchange:
         for number in self.needed:
             bucket = self.buckets[number]
             job = _gather(bucket, self.group)
-            bucket.gathering = self.lane.submit(f"the all-gather of bucket {number}", job)
+            bucket.gathering = self._submit("all-gather", bucket, job)
             for i in bucket.members:
                 expect(self.slots[i].parameter, Arrival(bucket.gathering, i, uses))
 
@@ -150,8 +152,10 @@ class Exchange:
         for slot in self.slots:
             settle(slot.parameter)
 
-    def after_step(self) -> None:
+    def after_step(self, began: float) -> None:
         """Called when a step is over, on all ranks at the same point: planning happens here."""
+        if self.recording is not None:
+            self.recording.after_step(began, time.perf_counter())
         if self.planner is not None:
             self.planner.after_step()
 
@@ -198,9 +202,7 @@ class Exchange:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             kept = {p.index for p in bucket.pieces if self.slots[p.index].carried}
-            bucket.reducing = self.lane.submit(
-                f"the reduce-scatter of bucket {bucket.number}", _reduce(bucket, kept, self.group)
-            )
+            bucket.reducing = self._submit("reduce-scatter", bucket, _reduce(bucket, kept, self.group))
             for i in bucket.members:
                 self.slots[i].carried = False
             self._next += 1
@@ -211,6 +213,13 @@ class Exchange:
                 for i, slot in enumerate(self.slots):
                     self._flags[i] = float(slot.ready)
                 self._flagging = self.lane.submit("the search for unused parameters", _add_up(self._flags, self.group))
+
+    def _submit(self, what: str, bucket: Bucket, job: Callable[[], None]) -> Ticket:
+        ticket = self.lane.submit(f"the {what} of bucket {bucket.number}", job)
+        if self.recording is not None:
+            nbytes = bucket.values.numel() * bucket.values.element_size()
+            self.recording.sent(f"{what} {bucket.number}", nbytes, ticket)
+        return ticket
 
     def _complete(self) -> None:
         """Backward is over, and some parameters got no gradient on this rank: the others get zeros from here."""

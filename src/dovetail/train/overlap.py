@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from .cycling import Planner
 from .ddp import DistributedDataParallel, compiled
 from .exchange import Exchange
 from .integrations import keep
+from .recording import Recording
 from .report import Report
 from .tuner import Tuning
 
@@ -115,8 +117,17 @@ class ForwardOverlap(DistributedDataParallel):
     def join(self, *_: Any, **__: Any) -> Any:
         raise Error("overlap: ranks with uneven inputs (`join`) do not step together; give every rank as many batches")
 
-    def record(self) -> Any:
-        raise Error("overlap: record works with overlap=None")
+    @contextmanager
+    def record(self) -> Iterator[Recording]:  # type: ignore[override]
+        """Records the steps inside the block as a Timeline of this rank: `recording.timeline()`."""
+        planner = self.exchange.planner
+        if planner is not None and planner.active:
+            raise Error("record: planning is still going on; record when `report.state` is 'done', or use plan=None")
+        recording = Recording(self.exchange, type(self.module).__name__)
+        try:
+            yield recording
+        finally:
+            recording.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise Error(

@@ -92,7 +92,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        exchange = self._exchange
+        exchange, start = self._exchange, time.perf_counter()
         exchange.settle()
         reduced = exchange.reduced()
         self._refuse_lone_gradients()
@@ -103,7 +103,7 @@ class ShardedOptimizer(Optimizer):
             self._update(bucket)
             exchange.updating += time.perf_counter() - began
         exchange.gather()
-        exchange.after_step()
+        exchange.after_step(start)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
