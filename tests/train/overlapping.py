@@ -500,8 +500,15 @@ def refusals() -> dict[str, str]:
         "silent": silent_optimizer.step,
         "idle": idle_optimizer.step,
         "moved": moved_optimizer.step,
+        "scaler": lambda: _scaled(model, held),
     }
     return {name: refusal(act) for name, act in acts.items()}
+
+
+def _scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    scaler.unscale_(optimizer)
 
 
 def dropped() -> list[bool]:

@@ -151,10 +151,11 @@ def test_without_the_second_line_explain_says_what_it_would_gain(two: Runs) -> N
     assert first == second and "overlap='forward' with dovetail.optimizer" in first and "predicted" in first
 
 
-def test_state_is_stored_as_torch_stores_it_and_goes_on_with_any_number_of_ranks(two: Runs, four: Runs) -> None:
+def test_state_is_stored_as_torch_stores_it_for_any_number_of_ranks(two: Runs, four: Runs, kept: str) -> None:
     for result in two("stored"):
         assert result["state"] < CLOSE and result["same form"]
-    for result in [*two("resumed"), *four("resumed")]:
+    alone = _runs({"resumed": (overlapping.resumed, {"folder": kept})}, 1)
+    for result in [*alone("resumed"), *two("resumed"), *four("resumed")]:
         assert result["ours"] < CLOSE and result["plain"] < CLOSE
 
 
@@ -175,6 +176,7 @@ SAID = {
     "silent": "no_sync",
     "idle": "find_unused_parameters=True",
     "moved": "new memory",
+    "scaler": "only its share of the gradient",
 }
 
 

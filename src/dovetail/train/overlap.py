@@ -136,7 +136,7 @@ class ForwardOverlap(DistributedDataParallel):
 
     def _ddp_init_helper(self, *_: Any) -> None:
         """torch would build its reducer here."""
-        self.reducer = None
+        self.reducer = None  # type: ignore[assignment]
         self._passing_sync_batchnorm_handle(self.module)
 
 

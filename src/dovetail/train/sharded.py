@@ -87,7 +87,7 @@ class ShardedOptimizer(Optimizer):
         inner.state.clear()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -126,14 +126,13 @@ class ShardedOptimizer(Optimizer):
         norms = [torch.linalg.vector_norm(p.gradient, norm_type) for p in pieces]
         zero = torch.zeros((), dtype=buckets[0].share.dtype, device=exchange.device)
         # The norm of a vector of norms, rank after rank, is the norm of the whole.
-        mine = torch.linalg.vector_norm(torch.stack([zero, *norms]), norm_type)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([zero, *norms]), norm_type)
         if norm_type == float("inf"):
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
-            total = mine
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._group)
         else:
-            powered = mine.pow(norm_type)
-            dist.all_reduce(powered, group=self._group)
-            total = powered.pow(1 / norm_type)
+            total = total.pow(norm_type)
+            dist.all_reduce(total, group=self._group)
+            total = total.pow(1 / norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise Error(f"clip_grad_norm_: the norm of the gradients is {total.item()}")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -143,8 +142,8 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimiser's state in torch's own format. Every rank must call it: each has its share only."""
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         waiting = threading.Timer(
             PATIENCE,
             log.warning,
@@ -171,15 +170,15 @@ class ShardedOptimizer(Optimizer):
             ],
         }
         stored["state"] = dict(sorted(stored["state"].items()))  # type: ignore[attr-defined]
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            changed = hook(self, stored)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, stored)
             stored = stored if changed is None else changed
         return stored
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what an optimiser of this kind has stored, whatever the number of ranks was. Needs no other rank."""
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         saved = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in saved]
@@ -197,8 +196,8 @@ class ShardedOptimizer(Optimizer):
             ours.update(_options(theirs))
         self.state.clear()
         self.state.update(fresh)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise Error("add_param_group: expected before dovetail.optimizer, which has shared the parameters out")

@@ -46,7 +46,7 @@ def whole(exchange: Exchange, mine: State) -> State:
     return found
 
 
-def share_out(exchange: Exchange, state: State, put: Callable[[torch.Tensor, dict[str, Any]], None]) -> None:
+def share_out(exchange: Exchange, state: State, put: Callable[[torch.Tensor, dict[str, Any]], object]) -> None:
     """Hands to every piece of this rank its part of the state of whole parameters. Needs no other rank."""
     for bucket in exchange.buckets:
         for piece in bucket.pieces:
