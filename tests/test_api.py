@@ -22,6 +22,7 @@ def test_the_public_names_are_these() -> None:
         "Tuning",
         "compare",
         "measure",
+        "optimizer",
         "plan",
         "read",
         "write",
@@ -44,4 +45,4 @@ def test_ours_is_a_subclass_of_torchs_with_the_same_arguments() -> None:
 
     assert issubclass(dovetail.DistributedDataParallel, DistributedDataParallel)
     extra = set(inspect.signature(dovetail.DistributedDataParallel.__init__).parameters) - {"args", "kwargs"}
-    assert extra == {"self", "module", "plan", "tuning"}
+    assert extra == {"self", "module", "plan", "tuning", "overlap"}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .core.timeline import Timeline
     from .planning import compare, plan
     from .train.ddp import DistributedDataParallel
+    from .train.sharded import optimizer
     from .train.tuner import Tuning
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ _WHERE = {
     "Tuning": "train.tuner",
     "compare": "planning",
     "measure": "",
+    "optimizer": "train.sharded",
     "plan": "planning",
     "read": "core.store",
     "write": "core.store",
@@ -53,6 +55,7 @@ __all__ = [
     "Tuning",
     "compare",
     "measure",
+    "optimizer",
     "plan",
     "read",
     "write",

@@ -104,7 +104,7 @@ def doubtful(spread: float) -> bool:
         Trial(plan=plan, baseline=b, median=m, low=m * (1 - spread), high=m * (1 + spread), steps=8)
         for b, m in ((True, 1.0), (False, 0.97))
     ]
-    return tuner._noise(*both) < 0.03
+    return tuner.noise(*both) < 0.03
 
 
 def near_tie(gain: float) -> str:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from . import inputs, shell
 
+if TYPE_CHECKING:
+    from dovetail.core.plan import Overlap
+
 ProfileFile = Annotated[Path, typer.Argument(metavar="job.json", help="A profile, from `dovetail profile`.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Ranks to plan for; default: the network's own.")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Local batch; default: the profile's own.")]
 Png = Annotated[Path | None, typer.Option(metavar="out.png", callback=inputs.png_path, help="Also draw a picture.")]
 NETWORK = "A network file, or a preset such as 10gbe-16."
+
+
+class Behind(StrEnum):
+    """Behind what communication hides."""
+
+    backward = "backward"
+    forward = "forward"
+
+
+OVERLAP = """backward: all-reduces behind backward, as torch's DDP; forward: reduce-scatters behind backward and
+all-gathers behind the next forward."""
 
 
 class PlanCommand(TyperCommand):
@@ -35,6 +50,10 @@ def plan(
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="The policy to use; `auto` chooses a robust one no slower than ddp.")
     ] = "auto",
+    overlap: Annotated[Behind, typer.Option(help=OVERLAP)] = Behind.backward,
+    optimizer: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="With --overlap forward: the optimiser on one rank's share.")
+    ] = 0.0,
     output: Annotated[Path, typer.Option("-o", "--output", dir_okay=False, help="Where to write the plan.")] = Path(
         "plan.json"
     ),
@@ -48,8 +67,11 @@ def plan(
 
     job, net = inputs.read_profile(profile), inputs.read_network(network)
     with shell.working("planning", brief=True):
-        chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy)
-        compared = planning.compare(job, net, workers=workers, batch=batch)
+        mode: Overlap = "forward" if overlap is Behind.forward else "backward"
+        chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy, overlap=mode, optimizer=optimizer)
+        compared = planning.compare(job, net, workers=workers, batch=batch, overlap=mode, optimizer=optimizer)
+        if mode == "forward" and "all_reduce" in net.collectives:
+            compared.append(planning.plan(job, net, workers=workers, batch=batch, policy="ddp"))
     if all(p.policy != chosen.policy for p in compared):
         compared = [chosen, *compared]
     if png:
@@ -102,7 +124,8 @@ def simulate(
     if json:
         shell.emit(shell.builtins(timeline))
     else:
-        shell.show(tables.buckets(chosen), "", TimelineView([timeline]))
+        below = ["", tables.hidden(timeline)] if chosen.overlap == "forward" else []
+        shell.show(tables.buckets(chosen), "", TimelineView([timeline]), *below)
 
 
 def scale(

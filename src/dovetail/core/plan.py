@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -12,9 +12,13 @@ from .store import Bytes, Count, Index, Name, Noun, Record, Seconds
 
 MIB = 2**20
 
+Overlap = Literal["backward", "forward"]
+"""Behind what communication hides: "backward" all-reduces gradients; "forward" reduce-scatters them behind backward and
+all-gathers the updated parameters behind the next forward."""
+
 
 class Bucket(Record, frozen=True, kw_only=True):
-    """Gradients that travel in one all-reduce: the tensors [start, stop) of the plan's ready order."""
+    """Gradients that travel together: the tensors [start, stop) of the plan's ready order."""
 
     start: Index
     stop: Index
@@ -28,9 +32,11 @@ class Prediction(Record, frozen=True, kw_only=True):
     forward: Seconds
     backward: Seconds
     exposed: Seconds
-    """Communication that nothing hides: iteration − forward − backward."""
+    """Communication that nothing hides: iteration − forward − backward − optimizer."""
     lower_bound: Seconds
     """No plan of this kind can end an iteration earlier."""
+    optimizer: Seconds = 0.0
+    """The optimiser on a rank's shards, where that stands between the phases (`overlap="forward"`)."""
 
 
 class Plan(Noun, frozen=True, kw_only=True):
@@ -49,7 +55,9 @@ class Plan(Noun, frozen=True, kw_only=True):
     dtypes: tuple[Name, ...]
     """The distinct dtypes among them; torch packs each apart."""
     buckets: Annotated[tuple[Bucket, ...], msgspec.Meta(min_length=1)]
+    """In gradient-ready order, in which they are reduced; with `overlap="forward"` gathered in the reverse order."""
     prediction: Prediction
+    overlap: Overlap = "backward"
 
     def check(self) -> None:
         at = 0
@@ -81,6 +89,11 @@ class Plan(Noun, frozen=True, kw_only=True):
         `prepare_model(model, parallel_strategy_kwargs=plan.ddp_kwargs())`. torch orders the tensors by the order in
         which rank 0 saw them ready in the first iteration and applies the caps from the second on.
         """
+        if self.overlap != "backward":
+            raise Error(
+                f"plan for {self.profile!r}: torch's DistributedDataParallel cannot overlap with forward; use "
+                f'dovetail.DistributedDataParallel(model, overlap="forward") and dovetail.optimizer'
+            )
         if len(self.dtypes) > 1:
             raise Error(
                 f"plan for {self.profile!r}: torch's bucket list starts again for every dtype, so it cannot carry "
@@ -96,7 +109,15 @@ class Plan(Noun, frozen=True, kw_only=True):
 
 
 def from_cuts(
-    cuts: list[int], profile: Profile, *, policy: str, network: str, workers: int, batch: int, prediction: Prediction
+    cuts: list[int],
+    profile: Profile,
+    *,
+    policy: str,
+    network: str,
+    workers: int,
+    batch: int,
+    prediction: Prediction,
+    overlap: Overlap = "backward",
 ) -> Plan:
     """A plan from the end index of every bucket."""
     starts = [0, *cuts[:-1]]
@@ -113,4 +134,5 @@ def from_cuts(
             for a, b in zip(starts, cuts, strict=True)
         ),
         prediction=prediction,
+        overlap=overlap,
     )

@@ -13,7 +13,7 @@ So the same gradient bucket has the same M whether it is all-reduced or reduce-s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +45,7 @@ def network(
     name: str | None = None,
     device: torch.device | str | None = None,
     emulated: bool = False,
+    via: Mapping[CollectiveName, Callable[[torch.Tensor], object]] | None = None,
 ) -> Network:
     """Measures collectives of 1 KiB to `max_bytes` on a process group; call it on every rank at the same time.
 
@@ -54,6 +55,9 @@ def network(
     times), then the repeats. Before each repeat a tiny all-reduce lines the ranks up; nothing else happens inside or
     between the stamps. Of every repeat the slowest rank counts. Sizes that no longer fit into the budget are left out,
     and `source` says so; planners follow the last slope beyond them.
+
+    `via` replaces torch's own collectives by functions of the full, flat tensor (a reduce-scatter leaves the sum of
+    this rank's part in place, an all-gather fills the other parts in), for jobs that will run those.
 
     Every decision rests on numbers that were all-reduced before, so all ranks do the same and return the same Network.
     """
@@ -67,7 +71,8 @@ def network(
         raise Error(f"repeats: expected at least {LEAST}, got {repeats}")
     import torch
 
-    bench = _Bench(group, ranks, where, round_up(max_bytes, ranks))
+    via = via or {}
+    bench = _Bench(group, ranks, where, round_up(max_bytes, ranks), via)
     found: dict[CollectiveName, Collective] = {}
     short: list[str] = []
     for left, collective in zip(range(len(collectives), 0, -1), collectives, strict=True):
@@ -78,6 +83,8 @@ def network(
             short.append(f"{collective} up to {samples[-1].bytes} bytes only")
         found[collective] = Collective(fit=fit(samples), samples=samples)
     source = f"measured by dovetail with torch {torch.__version__}, {backend} on {where.type}, slowest of {ranks} ranks"
+    if ours := [c for c in collectives if c in via]:
+        source += f"; {', '.join(ours)} by dovetail's own"
     if short:
         source += f"; the budget of {budget:g} s allowed {', '.join(short)}"
     return Network(
@@ -185,12 +192,19 @@ def table(
 class _Bench:
     """The ranks of one group, two buffers, and a stopwatch that all ranks read alike."""
 
-    def __init__(self, group: ProcessGroup | None, ranks: int, device: torch.device, max_bytes: int) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        ranks: int,
+        device: torch.device,
+        max_bytes: int,
+        via: Mapping[CollectiveName, Callable[[torch.Tensor], object]],
+    ) -> None:
         import torch
 
         from .clock import Clock
 
-        self._group, self._ranks, self._device = group, ranks, device
+        self._group, self._ranks, self._device, self._via = group, ranks, device, via
         self._clock = Clock(device)
         self._give = torch.zeros(max_bytes // 4, dtype=torch.float32, device=device)
         self._take = torch.zeros_like(self._give)
@@ -221,6 +235,9 @@ class _Bench:
 
         group, part = self._group, elements // self._ranks
         give, take = self._give[:elements], self._take[:elements]
+        if collective in self._via:
+            ours = self._via[collective]
+            return lambda: ours(give)
         if collective == "all_reduce":
             return lambda: dist.all_reduce(give, group=group)
         if collective == "all_to_all":

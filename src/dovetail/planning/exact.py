@@ -121,22 +121,30 @@ def lower_bound(stream: Stream, cost: Cost) -> float:
     bytes only add, so D_j = a + b·(P_n − P_{j−1}). In general one sweep over k from n down to 1 fills both tables in
     O(n²): when k is reached C_k is final, and the minimum over i < j is a running minimum.
     """
-    n, ready = len(stream), stream.ready_array
+    return float((stream.ready_array + remaining(stream, cost)[1][1:]).max())
+
+
+def remaining(stream: Stream, cost: Cost) -> tuple[FloatArray, FloatArray]:
+    """(C, D) as `lower_bound` defines them, for 0..n; D_0 is meaningless."""
+    n, prefix = len(stream), stream.prefix
     if (
         isinstance(cost, AffineCost)
         and min(cost.latency, cost.seconds_per_byte) >= 0
         and not (stream.breaks or stream.cap)
     ):
-        return float((ready + cost(stream.prefix[n] - stream.prefix[:n])).max())
-    rest = np.full(n + 1, np.inf)  # C
+        rest = cost(prefix[n] - prefix)
+        least = np.concatenate([[np.inf], rest[:n]])
+        rest[n] = 0.0
+        return rest, least
+    rest = np.full(n + 1, np.inf)
     rest[n] = 0.0
-    least = np.full(n + 1, np.inf)  # D, counted from 1
+    least = np.full(n + 1, np.inf)
     for k in range(n, 0, -1):
         low = int(stream.lows[k])
-        total = cost(stream.prefix[k] - stream.prefix[low:k]) + rest[k]
+        total = cost(prefix[k] - prefix[low:k]) + rest[k]
         rest[low:k] = np.minimum(rest[low:k], total)
         least[low + 1 : k + 1] = np.minimum(least[low + 1 : k + 1], np.minimum.accumulate(total))
-    return float((ready + least[1:]).max())
+    return rest, least
 
 
 def _by_count(stream: Stream, cost: Cost, most: int) -> tuple[FloatArray, IntArray]:

@@ -6,6 +6,8 @@ latency is twice that. So the choice is made among many good partitions by how t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from dovetail.core.network import AffineCost, Cost, FloatArray
@@ -13,7 +15,10 @@ from dovetail.core.plan import MIB
 
 from .exact import best_per_count, fewest, optimal, optimal_affine
 from .rules import accumulate_while_busy, by_size, ddp
-from .stream import Stream, bucket_bytes, latency, objective
+from .stream import IntArray, Stream, bucket_bytes, latency, objective
+
+Slower = Callable[[Cost, IntArray], FloatArray]
+"""Seconds of collectives of so many bytes in every scenario (scenarios × buckets)."""
 
 THRESHOLDS_MIB = (1, 2, 5, 10, 25, 50, 100)
 _MOST_BUCKETS = 24
@@ -62,21 +67,29 @@ def _mean_objectives(
     stream: Stream, cost: Cost, partitions: list[list[int]], *, scenarios: int, seed: int
 ) -> FloatArray:
     """Mean seconds until backward and communication are over, for every partition over the same scenarios."""
-    random = np.random.default_rng(seed)
-    gaps = np.diff(stream.ready_array, prepend=0.0) * random.lognormal(0.0, 0.3, (scenarios, len(stream)))
-    ready = np.cumsum(gaps, axis=1)
-    backward = ready[:, -1] + max(0.0, stream.backward - stream.ready[-1])
-    latency_factor = np.exp(random.uniform(np.log(0.5), np.log(2.0), (scenarios, 1)))
-    byte_factor = np.exp(random.uniform(np.log(0.7), np.log(1.4), (scenarios, 1)))
-    floor = latency(cost)
-
+    ready, backward, slower = perturbed(stream, scenarios, np.random.default_rng(seed))
     means = np.empty(len(partitions))
     for p, cuts in enumerate(partitions):
-        seconds = cost(bucket_bytes(stream, cuts))[None, :]
-        # What an empty collective takes is latency, what exceeds it are bytes.
-        seconds = latency_factor * np.minimum(seconds, floor) + byte_factor * np.maximum(0.0, seconds - floor)
+        seconds = slower(cost, bucket_bytes(stream, cuts))
         free = np.full(scenarios, -np.inf)
         for bucket, stop in enumerate(cuts):
             free = np.maximum(free, ready[:, stop - 1]) + seconds[:, bucket]
         means[p] = np.maximum(free, backward).mean()
     return means
+
+
+def perturbed(stream: Stream, scenarios: int, random: np.random.Generator) -> tuple[FloatArray, FloatArray, Slower]:
+    """Ready times (scenarios × tensors) and ends of backward in perturbed worlds, and what collectives take there."""
+    gaps = np.diff(stream.ready_array, prepend=0.0) * random.lognormal(0.0, 0.3, (scenarios, len(stream)))
+    ready = np.cumsum(gaps, axis=1)
+    backward = ready[:, -1] + max(0.0, stream.backward - stream.ready[-1])
+    latency_factor = np.exp(random.uniform(np.log(0.5), np.log(2.0), (scenarios, 1)))
+    byte_factor = np.exp(random.uniform(np.log(0.7), np.log(1.4), (scenarios, 1)))
+
+    def slower(cost: Cost, sizes: IntArray) -> FloatArray:
+        # What an empty collective takes is latency, what exceeds it are bytes.
+        seconds, floor = cost(sizes)[None, :], latency(cost)
+        total: FloatArray = latency_factor * np.minimum(seconds, floor) + byte_factor * np.maximum(0.0, seconds - floor)
+        return total
+
+    return ready, backward, slower

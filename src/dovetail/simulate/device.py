@@ -9,6 +9,7 @@ such as copying gradients into buckets, happens inside these times, as it does b
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -110,8 +111,11 @@ class EmulatedModel(nn.Module):
 class _Owner(nn.Module):
     """A module that owns parameters; the model waits on its behalf."""
 
+    steps: Callable[[Tensor], Tensor] | None = None
+    """What it does to its input, where the iteration passes through it (`simulate.layered`)."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return x
+        return x if self.steps is None else self.steps(x)
 
 
 class _Gradient:

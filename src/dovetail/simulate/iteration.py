@@ -12,7 +12,7 @@ from dovetail.core.profile import Profile
 from dovetail.core.timeline import Span, SpanKind, Timeline
 from dovetail.planning.stream import schedule, stream
 
-COMPUTE, NETWORK = "rank 0/compute", "rank 0/network"
+from .overlap import COMPUTE, NETWORK, forward_overlap
 
 
 def simulate(plan: Plan, profile: Profile, network: Network) -> Timeline:
@@ -20,8 +20,13 @@ def simulate(plan: Plan, profile: Profile, network: Network) -> Timeline:
 
     A bucket starts once its last gradient is ready and the bucket before it has finished. All ranks do the same at the
     same time, so rank 0 stands for all. One worker communicates with nobody: its timeline has no network track.
+
+    Where the plan overlaps with forward too, the timeline is one period of many alike: it starts with forward, beside
+    which the parameters are gathered that the optimiser has updated at the end of the period before.
     """
     _check(plan, profile)
+    if plan.overlap == "forward":
+        return _two_phases(plan, profile, network)
     gradients = stream(profile, batch=plan.batch)
     cuts = [b.stop for b in plan.buckets]
     forward = profile.forward_time(plan.batch)
@@ -42,8 +47,20 @@ def simulate(plan: Plan, profile: Profile, network: Network) -> Timeline:
                     bytes=bucket.bytes,
                 )
             )
+    return _timeline(plan, profile, network, spans)
+
+
+def _two_phases(plan: Plan, profile: Profile, network: Network) -> Timeline:
+    forward, others, found = forward_overlap(plan, profile, network)
+    until = found.forward + profile.backward_time(plan.batch)
+    backward = _backward(profile, plan.batch, start=found.forward, until=until)
+    return _timeline(plan, profile, network, [*forward, *backward, *others])
+
+
+def _timeline(plan: Plan, profile: Profile, network: Network, spans: list[Span]) -> Timeline:
+    how = ", overlapping forward" if plan.overlap == "forward" else ""
     return Timeline(
-        name=f"{profile.name} on {network.name}, {plan.workers} workers, {plan.policy}",
+        name=f"{profile.name} on {network.name}, {plan.workers} workers, {plan.policy}{how}",
         source="predicted",
         emulated=profile.emulated or network.emulated,
         spans=tuple(spans),

@@ -46,7 +46,18 @@ class DistributedDataParallel(TorchDDP):
         plan: "auto" to plan while training; a stored Plan to use it from the first step on; None for torch's own
             buckets. "auto" is replaced by the plan file that the environment variable DOVETAIL_PLAN names, if set.
         tuning: how many steps planning may take.
+        overlap: "forward" hides communication behind the next forward pass too, as far as it does not fit behind
+            backward; needs `dovetail.optimizer` around the optimiser. See `dovetail.train.overlap`.
     """
+
+    def __new__(cls, *_: Any, overlap: Literal["forward"] | None = None, **__: Any) -> DistributedDataParallel:
+        if overlap is None:
+            return super().__new__(cls)
+        if overlap != "forward":
+            raise Error(f"overlap: expected 'forward' or None, got {overlap!r}")
+        from .overlap import ForwardOverlap
+
+        return super().__new__(ForwardOverlap)
 
     def __init__(
         self,
@@ -54,6 +65,7 @@ class DistributedDataParallel(TorchDDP):
         *args: Any,
         plan: Plan | Literal["auto"] | None = "auto",
         tuning: Tuning | None = None,
+        overlap: Literal["forward"] | None = None,
         **kwargs: Any,
     ) -> None:
         asked = os.environ.get(PLAN_VARIABLE, "")
@@ -233,10 +245,10 @@ def _why_not(ddp: TorchDDP) -> str | None:
         (len({p.device for p in trained}) > 1, "the parameters are on several devices"),
         (any(ddp._build_params_for_reducer()[1]), "some gradients are sparse"),
         (any(hasattr(p, "_in_backward_optimizers") for p in trained), "optimisers run inside backward"),
-        (_compiled(ddp.module), "the module is compiled, and torch.compile fixed its graphs to torch's own buckets"),
+        (compiled(ddp.module), "the module is compiled, and torch.compile fixed its graphs to torch's own buckets"),
     ]
     return next((reason for holds, reason in checks if holds), None)
 
 
-def _compiled(module: nn.Module) -> bool:
+def compiled(module: nn.Module) -> bool:
     return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules())

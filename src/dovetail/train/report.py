@@ -26,7 +26,8 @@ class Trial:
 
     @property
     def label(self) -> str:
-        return "torch's own buckets" if self.baseline else f"plan {self.plan.policy}"
+        own = "torch's own buckets" if self.plan.overlap == "backward" else "buckets of torch's sizes"
+        return own if self.baseline else f"plan {self.plan.policy}"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Report:
     """How the module came to the buckets it has."""
 
     state: State
+    overlap: Literal["backward", "forward"] = "backward"
+    """What communication hides behind; with "forward" it is the backward and the next forward pass."""
     reason: str = ""
     """Why planning is off."""
     steps: int = 0
@@ -64,16 +67,18 @@ class Report:
 
 def _lines(r: Report) -> list[str]:
     if r.state == "off":
+        if r.overlap == "forward":
+            return [f"dovetail: reduce-scatter behind backward, all-gather behind forward; {r.reason}", *r.notes]
         what = f"a given plan ({r.plan.policy}, {len(r.plan.buckets)} buckets)" if r.plan else "torch's own buckets"
         return [f"dovetail: {what}; {r.reason}", *r.notes]
     lines = [f"dovetail: {r.workers} workers, {r.tensors} tensors, {_size(r.bytes)} of gradients a step"]
     if r.forward:
         lines.append(f"  measured  forward {_ms(r.forward)}, backward {_ms(r.backward)}")
-    if r.network is not None:
-        fit = r.network.collectives["all_reduce"].fit
+    for collective, measured in r.network.collectives.items() if r.network is not None else ():
+        fit, name = measured.fit, collective.replace("_", "-")
         rate = 1 / fit.seconds_per_byte / 1e6 if fit.seconds_per_byte else float("inf")
         lines.append(
-            f"  network   all-reduce: {_ms(fit.latency)} to start, then {rate:.0f} MB/s (fit within {fit.error:.0%})"
+            f"  network   {name}: {_ms(fit.latency)} to start, then {rate:.0f} MB/s (fit within {fit.error:.0%})"
         )
     for trial in r.trials:
         lines.append(
@@ -83,9 +88,9 @@ def _lines(r: Report) -> list[str]:
         )
     if r.state == "done" and r.kept is not None:
         if r.kept.baseline:
-            lines.append("  result    no plan was faster than torch's own buckets, so those stay: a tie, not a gain")
+            lines.append(f"  result    no plan was faster than {r.kept.label}, so those stay: a tie, not a gain")
         else:
-            lines.append(f"  result    {r.gain:.1%} less time a step than torch's own buckets")
+            lines.append(f"  result    {r.gain:.1%} less time a step than {r.trials[0].label}")
     elif r.state in ("measuring", "trying"):
         lines.append(f"  now       {r.state}, after {r.steps} steps; ask again later")
     return [*lines, *(f"  note      {n}" for n in r.notes)]

@@ -7,6 +7,7 @@ same gradients as any other. Whatever must be the same on all ranks is agreed at
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import Counter
@@ -154,6 +155,7 @@ class Tuner:
             forward=profile.forward_time(),
             backward=profile.backward_time(),
             network=network,
+            notes=self._hint(profile, network),
         )
         times: list[list[float]] = [[] for _ in plans]
         dropped: set[int] = set()
@@ -163,7 +165,7 @@ class Tuner:
                 times[i] += yield from self._try(plans, i)
             best = min(float(np.median(t)) for t in times if t)
             dropped |= {i for i in order if i and np.median(times[i]) > best * (1 + tuning.drop)}
-            self.report = replace(self.report, trials=_trials(plans, times, dropped))
+            self.report = replace(self.report, trials=trials(plans, times, dropped))
         self._keep(plans)
 
     def _try(self, plans: list[Plan], which: int) -> Generator[None, Step, list[float]]:
@@ -184,7 +186,7 @@ class Tuner:
         trials = self.report.trials
         fastest = min(range(len(trials)), key=lambda i: (trials[i].dropped, trials[i].median))
         gain = trials[0].median - trials[fastest].median
-        if gain < trials[0].median * self._tuning.margin or gain < _noise(trials[0], trials[fastest]):
+        if gain < trials[0].median * self._tuning.margin or gain < noise(trials[0], trials[fastest]):
             fastest = 0
         fastest = agree.from_first(fastest, self._group, self._device)
         self._use(plans, fastest)
@@ -219,7 +221,7 @@ class Tuner:
                     type=type(self._ddp.module).__name__,
                     parameter_bytes=self.report.bytes,
                     activation_bytes=0,
-                    times=(LayerTime(batch=1, forward=_exactly(forward), backward=_exactly(float(ready[-1]))),),
+                    times=(LayerTime(batch=1, forward=exactly(forward), backward=exactly(float(ready[-1]))),),
                 ),
             ),
             tensors=tuple(
@@ -264,6 +266,16 @@ class Tuner:
             raise Error(answer)
         return answer
 
+    def _hint(self, profile: Profile, network: Network) -> tuple[str, ...]:
+        """What wrapping the optimiser too would gain, as far as can be predicted from here."""
+        from .hint import forward_gain
+
+        said: tuple[str, ...] = ()
+        if dist.get_rank(self._group) == 0:
+            with contextlib.suppress(Exception):  # a remark must not cost anybody the plan
+                said = (forward_gain(profile, network),)
+        return agree.from_first(said, self._group, self._device)
+
 
 def _own_policy(config: Any) -> str:
     """The name, in planning.policies, of the rule by which torch would make buckets."""
@@ -272,7 +284,7 @@ def _own_policy(config: Any) -> str:
     return f"threshold:{config.bucket_bytes_cap / 2**20:g}"
 
 
-def _trials(plans: list[Plan], times: list[list[float]], dropped: set[int]) -> tuple[Trial, ...]:
+def trials(plans: list[Plan], times: list[list[float]], dropped: set[int]) -> tuple[Trial, ...]:
     trials = []
     for i, (plan, seconds) in enumerate(zip(plans, times, strict=True)):
         low, median, high = (float(q) for q in np.quantile(seconds, [0.1, 0.5, 0.9]))
@@ -284,7 +296,7 @@ def _trials(plans: list[Plan], times: list[list[float]], dropped: set[int]) -> t
     return tuple(trials)
 
 
-def _noise(one: Trial, other: Trial) -> float:
+def noise(one: Trial, other: Trial) -> float:
     """The standard error of the difference of two medians, in seconds.
 
     For normal noise a tenth and a ninetieth percentile are 2.56 σ apart, and a median varies by 1.25 σ/√n.
@@ -292,5 +304,5 @@ def _noise(one: Trial, other: Trial) -> float:
     return math.hypot(*(1.25 * (t.high - t.low) / 2.56 / math.sqrt(t.steps) for t in (one, other)))
 
 
-def _exactly(seconds: float) -> Quantiles:
+def exactly(seconds: float) -> Quantiles:
     return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)

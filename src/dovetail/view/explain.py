@@ -23,15 +23,14 @@ def explain(chosen: Plan, compared: Sequence[Plan], network: Network, *, baselin
     ]
     if chosen.workers == 1:
         return [lines[0] + ". One worker communicates with nobody: there is nothing to plan."]
-    whole = float(network.cost("all_reduce", ranks=chosen.workers)(chosen.bytes))
-    lines[0] += f", and one all-reduce of all {units.size(chosen.bytes)} of gradients {units.seconds(whole)}."
+    lines[0] += _communication(chosen, network)
     lines.append(
         f"Chosen: {chosen.policy}{_same(chosen, compared)}, {units.count(len(chosen.buckets), 'bucket')}: predicted "
         f"{units.seconds(r.iteration)} per iteration, of which {units.seconds(r.exposed)} is communication that "
         f"nothing hides."
     )
-    base = next((p for p in compared if p.policy == baseline), None)
-    if base is not None and chosen.policy != baseline:
+    base = next((p for p in sorted(compared, key=lambda p: p.overlap) if p.policy == baseline), None)
+    if base is not None and (chosen.policy, chosen.overlap) != (baseline, base.overlap):
         lines.append(_against(chosen, base))
     over = r.iteration / r.lower_bound - 1 if r.lower_bound else 0.0
     lines.append(
@@ -41,11 +40,31 @@ def explain(chosen: Plan, compared: Sequence[Plan], network: Network, *, baselin
         f"{units.percent(over)} above that."
     )
     lines.append("Predicted from the profile and the network, nothing ran: `dovetail train` tells.")
+    if chosen.overlap == "forward":
+        lines[-1] = (
+            "Predicted from the profile and the network, nothing ran: "
+            'dovetail.DistributedDataParallel(model, overlap="forward") '
+            "and dovetail.optimizer(optimizer, model) do it."
+        )
     return lines
 
 
+def _communication(chosen: Plan, network: Network) -> str:
+    """What sending everything at once takes."""
+    size = units.size(chosen.bytes)
+    if chosen.overlap == "backward":
+        whole = float(network.cost("all_reduce", ranks=chosen.workers)(chosen.bytes))
+        return f", and one all-reduce of all {size} of gradients {units.seconds(whole)}."
+    scatter, gather = (
+        units.seconds(float(network.cost(half, ranks=chosen.workers)(chosen.bytes)))
+        for half in ("reduce_scatter", "all_gather")
+    )
+    return f", one reduce-scatter of all {size} of gradients {scatter}, and one all-gather of the parameters {gather}."
+
+
 def _same(chosen: Plan, compared: Sequence[Plan]) -> str:
-    twins = [p.policy for p in compared if p.policy != chosen.policy and p.buckets == chosen.buckets]
+    alike = [p for p in compared if p.overlap == chosen.overlap and p.buckets == chosen.buckets]
+    twins = [p.policy for p in alike if p.policy != chosen.policy]
     return f" (the same buckets as {' and '.join(twins[:2])})" if twins else ""
 
 

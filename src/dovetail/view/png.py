@@ -124,7 +124,10 @@ def plan_png(profile: Profile, network: Network, plans: Sequence[Plan], path: st
 
 def _draw_plan(axis: Any, row: int, plan: Plan, timeline: Timeline) -> None:
     r = plan.prediction
-    for look, start, duration in (("forward", 0.0, r.forward), ("backward", r.forward, r.backward)):
+    computing: list[tuple[str, float, float]] = [("forward", 0.0, r.forward), ("backward", r.forward, r.backward)]
+    if plan.overlap == "forward":  # there are waits in between
+        computing = [(s.kind, s.start, s.duration) for s in timeline.spans if s.kind in tracks.COMPUTE]
+    for look, start, duration in computing:
         axis.barh(row - 0.2, duration * 1e3, left=start * 1e3, height=0.34, color=LOOKS[look].color)
     spans = [s for s in timeline.spans if s.kind == "communication"]
     drawn = tracks.pieces(spans, tracks.computing(timeline).get("rank 0"))

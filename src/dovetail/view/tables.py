@@ -13,7 +13,7 @@ from rich.text import Text
 from dovetail.core.network import Collective, Network, Sample
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Layer, Profile
-from dovetail.core.timeline import Comparison
+from dovetail.core.timeline import Comparison, Timeline
 
 if TYPE_CHECKING:
     from dovetail.simulate.scale import ScalePoint
@@ -87,12 +87,15 @@ def _collective(name: str, c: Collective) -> list[RenderableType]:
 
 def plans(compared: Sequence[Plan], *, chosen: Plan | None = None, baseline: str = "ddp") -> RenderableType:
     """Every policy's prediction, best first; the chosen one is marked."""
-    base = next((p for p in compared if p.policy == baseline), None)
+    # Of two plans of that name torch's own is the one that overlaps with backward only.
+    base = next((p for p in sorted(compared, key=lambda p: p.overlap) if p.policy == baseline), None)
+    mixed = len({p.overlap for p in compared}) > 1
     columns = ["   policy", ">buckets", ">iteration", ">exposed", ">above bound"]
     table = _table(*columns, *([f">against {baseline}"] if base else []))
     for p in by_promise(compared):
-        r, mark = p.prediction, chosen is not None and p.policy == chosen.policy
-        row = [f"{'->' if mark else '  '} {p.policy}", f"{len(p.buckets):,}", units.seconds(r.iteration)]
+        r, mark = p.prediction, chosen is not None and (p.policy, p.overlap) == (chosen.policy, chosen.overlap)
+        name = f"{p.policy} (all-reduce)" if mixed and p.overlap == "backward" else p.policy
+        row = [f"{'->' if mark else '  '} {name}", f"{len(p.buckets):,}", units.seconds(r.iteration)]
         row += [units.seconds(r.exposed), above(r.iteration, r.lower_bound)]
         if base:
             row.append(above(r.iteration, base.prediction.iteration))
@@ -109,11 +112,14 @@ def by_promise(compared: Sequence[Plan]) -> list[Plan]:
 def buckets(p: Plan) -> RenderableType:
     """A plan's buckets in the order in which they are sent."""
     r = p.prediction
+    updating = f"optimizer {units.seconds(r.optimizer)}, " if r.optimizer else ""
+    how = ", overlapping forward too" if p.overlap == "forward" else ""
     lines = [
-        f"plan {p.policy} for {p.profile} on {p.network}: {units.count(p.workers, 'worker')}, local batch {p.batch}, "
+        f"plan {p.policy}{how} for {p.profile} on {p.network}: {units.count(p.workers, 'worker')}, "
+        f"local batch {p.batch}, "
         f"{units.count(len(p.buckets), 'bucket')}, {units.size(p.bytes)}",
         f"predicted iteration {units.seconds(r.iteration)}: forward {units.seconds(r.forward)}, "
-        f"backward {units.seconds(r.backward)}, exposed communication {units.seconds(r.exposed)}",
+        f"backward {units.seconds(r.backward)}, {updating}exposed communication {units.seconds(r.exposed)}",
     ]
     table = _table(">bucket", ">size", ">tensors", "first ready", "last ready")
     for i, b in list(enumerate(p.buckets))[:MAX_ROWS]:
@@ -122,6 +128,22 @@ def buckets(p: Plan) -> RenderableType:
     if len(p.buckets) > MAX_ROWS:
         parts.append(Text(f"… and {units.count(len(p.buckets) - MAX_ROWS, 'more bucket')}", style="dim"))
     return Group(*parts)
+
+
+def hidden(timeline: Timeline) -> RenderableType:
+    """Every communication in order of time: what of it nothing hides, and behind which layers the rest goes on."""
+    from dovetail.simulate.overlap import hidden as found
+
+    table = _table("communication", ">size", ">takes", ">exposed", "behind")
+    rows = found(timeline)
+    for h in rows[:MAX_ROWS]:
+        ends = [f"{s.kind} of {s.name}" if s.kind != "optimizer" else s.name for s in (h.behind[:1] + h.behind[-1:])]
+        behind = " … ".join(dict.fromkeys(ends))
+        sizes = units.size(h.span.bytes), units.seconds(h.span.duration), units.seconds(h.exposed)
+        table.add_row(h.span.name, *sizes, behind)
+    if len(rows) <= MAX_ROWS:
+        return table
+    return Group(table, Text(f"… and {units.count(len(rows) - MAX_ROWS, 'more')}", style="dim"))
 
 
 def comparison(c: Comparison) -> RenderableType:

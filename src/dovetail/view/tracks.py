@@ -32,7 +32,9 @@ def thread(track: str) -> str:
 def short(name: str) -> tuple[str, ...]:
     """A span's name, and what may stand for it where space is short: "bucket 3 (12 tensors)", "bucket 3", "3"."""
     plain = name.partition(" (")[0]
-    number = plain.removeprefix("bucket ")
+    number = plain
+    for what in ("bucket ", "reduce-scatter ", "all-gather ", "update "):
+        number = number.removeprefix(what)
     return (name, plain, number) if number.isdecimal() else (name, plain)
 
 

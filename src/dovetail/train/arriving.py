@@ -1,0 +1,162 @@
+"""Parameters whose new values are still on their way, and gradients that no rank has whole.
+
+After a step each rank has updated its share of the parameters, and the rest arrives while the next forward pass runs.
+Until a parameter is whole its class is `Arriving`: the first use of its values, by a layer, by `state_dict()` or by any
+code that kept a reference, waits for exactly this parameter's bucket, and the class is `nn.Parameter` again. Asking for
+its shape, its gradient or its flags does not wait.
+
+A gradient that was reduced and scattered leaves a `ScatteredGradient` in `.grad`: it can be set to None or to zero, as
+before the next step; whatever would compute with it gets one clear line instead of wrong numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.core.errors import Error
+
+from .lane import Ticket
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a parameter waits for."""
+
+    ticket: Ticket
+    index: int
+    uses: list[tuple[int, float, float]] | None
+    """Where the first use is noted, if somebody asked: index, when it was, when it could go on."""
+
+
+_arrivals: dict[int, Arrival] = {}
+"""By id of the parameter, while its class is `Arriving`."""
+
+
+def _untouching() -> set[Any]:
+    """Whatever can be asked of a tensor without a look at its values."""
+    getters = (
+        *("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "output_nr"),
+        *("is_sparse", "is_quantized", "is_cpu", "is_cuda", "is_meta", "is_nested", "_version", "retains_grad"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "itemsize", "nbytes", "is_mps", "is_xpu", "is_mkldnn"),
+    )
+    methods = (
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "__len__"),
+        *("is_contiguous", "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook"),
+        *("register_post_accumulate_grad_hook", "__hash__", "type"),
+    )
+    setters = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+    found = {getattr(torch.Tensor, name).__get__ for name in getters if hasattr(torch.Tensor, name)}
+    found |= {getattr(torch.Tensor, name).__set__ for name in setters if hasattr(torch.Tensor, name)}
+    found |= {getattr(torch.Tensor, name) for name in methods if hasattr(torch.Tensor, name)}
+    return found | {torch.is_floating_point, torch.is_complex, torch.numel}
+
+
+UNTOUCHING = _untouching()
+
+
+class Arriving(nn.Parameter):
+    """A parameter until its new values are there."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function in UNTOUCHING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if not _settle_in([*args, *kwargs.values()]):
+            for arrival in list(_arrivals.values()):  # it is out of our sight, so wait for all there are
+                arrival.ticket.wait()
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        settle(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settle(self)
+        return self.__reduce_ex__(protocol)
+
+
+def expect(parameter: nn.Parameter, arrival: Arrival) -> None:
+    """From now on the first use of the parameter's values waits."""
+    _arrivals[id(parameter)] = arrival
+    parameter.__class__ = Arriving
+
+
+def settle(parameter: nn.Parameter) -> None:
+    """Waits until the parameter is whole. A failed arrival raises, now and at every further use."""
+    if parameter.__class__ is not Arriving:
+        return
+    arrival = _arrivals.get(id(parameter))
+    if arrival is not None:
+        before = time.perf_counter()
+        arrival.ticket.wait()
+        if arrival.uses is not None:
+            arrival.uses.append((arrival.index, before, time.perf_counter()))
+        _arrivals.pop(id(parameter), None)
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _settle_in(values: Iterable[Any]) -> bool:
+    """Settles the parameters among these values and inside lists and dicts of them; whether there were any."""
+    found = False
+    for value in values:
+        if isinstance(value, Arriving):
+            settle(value)
+            found = True
+        elif isinstance(value, (list, tuple)):
+            found |= _settle_in(value)
+        elif isinstance(value, dict):
+            found |= _settle_in(value.values())
+    return found
+
+
+class ScatteredGradient(torch.Tensor):
+    """Stands in `.grad` for a gradient of which every rank has its share only. Takes no memory."""
+
+    of: str
+    zero: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function in UNTOUCHING or function is torch.Tensor.detach_:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        if function is torch.Tensor.zero_:
+            args[0].zero()
+            return args[0]
+        if function is torch._foreach_zero_:
+            for gradient in args[0]:
+                gradient.zero() if isinstance(gradient, ScatteredGradient) else gradient.zero_()
+            return None
+        if function is torch.Tensor.__repr__:
+            return f"ScatteredGradient(of {args[0].of!r}, {list(args[0].shape)})"
+        name = next((a.of for a in _flat([*args, *(kwargs or {}).values()]) if isinstance(a, cls)), "a parameter")
+        raise Error(
+            f"overlap: every rank has only its share of the gradient of {name!r}: step with "
+            "dovetail.optimizer(optimizer, model) and clip with its clip_grad_norm_(max_norm)"
+        )
+
+
+def stand_in(name: str, parameter: nn.Parameter, zero: Callable[[], None]) -> ScatteredGradient:
+    """What stands in `.grad` of this parameter; `zero` is called when somebody sets it to zero."""
+    empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    made: ScatteredGradient = empty.as_subclass(ScatteredGradient)
+    made.of, made.zero = name, zero
+    return made
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value

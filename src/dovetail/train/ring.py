@@ -1,0 +1,141 @@
+"""The two halves of an all-reduce as rings of messages.
+
+gloo's own reduce-scatter moves the bytes of a whole all-reduce, and its all-to-all suffers where links are shared. Here
+n ranks stand in a ring and talk to their right neighbour only. In each of n−1 steps a rank sends one n-th of the data
+and receives another, adds it up (reduce-scatter) or keeps it (all-gather), and passes it on in the next step: every
+rank sends (n−1)/n of the bytes, which no algorithm can do with less. An n-th travels in pieces, so that adding one
+piece happens while the next is on the wire.
+
+NCCL has both already, so its own are used there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+PIECE = 2**20
+"""Bytes that travel in one message: a few milliseconds on a slow link, and a message costs far less."""
+
+OWN = ("nccl", "xccl", "hccl", "ucc")
+"""Backends whose own reduce-scatter and all-gather are rings or better."""
+
+
+def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A second group of the same ranks, so that messages in it never mix with anybody's collectives.
+
+    All ranks of `group` call it together. It has the backend and the time-out of `group`.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "there is a process group"
+    made = dist.new_group(
+        ranks=dist.get_process_group_ranks(group),
+        timeout=_timeout(group),
+        backend=dist.get_backend(group),
+        use_local_synchronization=True,
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of this group may take; None, which is torch's default, where the group does not tell."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            found = group._get_backend(torch.device(device)).options._timeout
+            assert isinstance(found, timedelta)
+            return found
+    return None
+
+
+def padded(elements: int, ranks: int) -> int:
+    """The smallest number of elements that is not below `elements` and can be shared out evenly."""
+    return -(-elements // ranks) * ranks
+
+
+def reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Adds up `flat` over the ranks and returns this rank's n-th of the sum, a view of `flat`.
+
+    Rank r gets the r-th of n equal parts, so the number of elements must be a multiple of n (see `padded`). The rest of
+    `flat` is scratch afterwards. Returns when the sum is there and this rank has sent all it had to send.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = flat.view(ranks, -1)
+    mine = parts[rank]
+    if ranks == 1:
+        return mine
+    if dist.get_backend(group) in OWN:  # not tested on the hardware at hand
+        dist.reduce_scatter_tensor(mine, flat, group=group)
+        return mine
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    pieces = _pieces(mine)
+    spare = torch.empty_like(mine)
+    coming = [_receive(spare[piece], left, j, group) for j, piece in enumerate(pieces)]
+    gone = [_send(parts[left][piece], right, j, group) for j, piece in enumerate(pieces)]
+    for step in range(1, ranks):
+        part = parts[(rank - step - 1) % ranks]
+        for j, piece in enumerate(pieces):
+            coming[j].wait()
+            part[piece].add_(spare[piece])
+            if step < ranks - 1:
+                tag = step * len(pieces) + j
+                coming[j] = _receive(spare[piece], left, tag, group)
+                gone.append(_send(part[piece], right, tag, group))
+    for message in gone:
+        message.wait()
+    return mine
+
+
+def all_gather(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
+    """Puts the shards of all ranks together in `out`, rank r's at the r-th of n equal parts.
+
+    `shard` may be that very part of `out`; then nothing is copied. Returns when everything is there and this rank has
+    passed on all it had to pass on. Messages of another kind in the same group have tags of another range.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = out.view(ranks, -1)
+    if parts[rank].data_ptr() != shard.data_ptr():
+        parts[rank].copy_(shard)
+    if ranks == 1:
+        return
+    if dist.get_backend(group) in OWN:  # not tested on the hardware at hand
+        dist.all_gather_into_tensor(out, parts[rank], group=group)
+        return
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    pieces = _pieces(parts[rank])
+    coming = [
+        _receive(parts[(rank - step) % ranks][piece], left, tag + (step - 1) * len(pieces) + j, group)
+        for step in range(1, ranks)
+        for j, piece in enumerate(pieces)
+    ]
+    gone = [_send(parts[rank][piece], right, tag + j, group) for j, piece in enumerate(pieces)]
+    for step in range(1, ranks):
+        part = parts[(rank - step) % ranks]
+        for j, piece in enumerate(pieces):
+            number = (step - 1) * len(pieces) + j
+            coming[number].wait()
+            if step < ranks - 1:
+                gone.append(_send(part[piece], right, tag + number + len(pieces), group))
+    for message in gone:
+        message.wait()
+
+
+def _pieces(part: torch.Tensor) -> list[slice]:
+    """One n-th cut into slices of about PIECE bytes."""
+    elements = max(1, PIECE // part.element_size())
+    return [slice(at, at + elements) for at in range(0, part.numel(), elements)]
+
+
+def _send(tensor: torch.Tensor, to: int, tag: int, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.isend(tensor, group=group, group_dst=to, tag=tag)
+    assert work is not None
+    return work
+
+
+def _receive(tensor: torch.Tensor, source: int, tag: int, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.irecv(tensor, group=group, group_src=source, tag=tag)
+    assert work is not None
+    return work
