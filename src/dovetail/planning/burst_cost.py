@@ -1,8 +1,9 @@
 """What a burst plan costs: computing a layer, summing its gradients, moving samples between layers. In seconds.
 
-A planner asks four questions of a cost model, with whole arrays, so that a thousand devices are asked at once:
+A planner asks five questions of a cost model, with whole arrays, so that a thousand devices are asked at once:
 
     compute(layer, samples)          forward and backward of one rank that holds so many samples
+    forward(layer, samples)          the forward part of it; only the gaps of a plan depend on it
     sync(layer, devices)             the all-reduce of the layer's gradients over its devices; nothing of it is hidden
     reshard(layer, before, after)    moving the layer's output from `before` devices to `after`, and its gradient back
     memory(layer, samples)           bytes on a rank: parameters, gradients, optimiser state, output
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dovetail.core.batchlaw import law
-from dovetail.core.network import FloatArray, Network
+from dovetail.core.network import AffineCost, Cost, FloatArray, Network
 from dovetail.core.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
@@ -35,6 +36,7 @@ class BurstCost(Protocol):
         """The global batch."""
 
     def compute(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray: ...
+    def forward(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray: ...
     def sync(self, layer: int, devices: npt.ArrayLike, /) -> FloatArray: ...
     def reshard(self, layer: int, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray: ...
     def memory(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray: ...
@@ -44,6 +46,9 @@ class Wires(Protocol):
     """What carries gradients and samples."""
 
     def all_reduce(self, nbytes: float, ranks: npt.ArrayLike, /) -> FloatArray: ...
+
+    def reduction(self, ranks: int, /) -> Cost:
+        """An all-reduce among so many ranks, by its bytes."""
 
     def move(self, nbytes: npt.ArrayLike, ranks: npt.ArrayLike, /) -> FloatArray:
         """One way, where the busiest of so many ranks sends or receives so many bytes."""
@@ -82,6 +87,9 @@ class Links:
         n = np.asarray(ranks, dtype=np.float64)
         return np.where(n > 1, self.sync_latency + 2 * (n - 1) / n * nbytes / self.sync_rate, 0.0)
 
+    def reduction(self, ranks: int, /) -> Cost:
+        return AffineCost(self.sync_latency, 2 * (ranks - 1) / ranks / self.sync_rate)
+
     def move(self, nbytes: npt.ArrayLike, ranks: npt.ArrayLike, /) -> FloatArray:
         return self.move_latency + np.asarray(nbytes, dtype=np.float64) / self.move_rate
 
@@ -98,8 +106,11 @@ class NetworkLinks:
 
     def all_reduce(self, nbytes: float, ranks: npt.ArrayLike, /) -> FloatArray:
         n = np.asarray(ranks, dtype=np.int64)
-        each = {int(m): float(self.network.cost("all_reduce", ranks=int(m))(nbytes)) for m in np.unique(n)}
+        each = {int(m): float(self.reduction(int(m))(nbytes)) for m in np.unique(n)}
         return np.array([each[int(m)] if m > 1 else 0.0 for m in n.ravel()]).reshape(n.shape)
+
+    def reduction(self, ranks: int, /) -> Cost:
+        return self.network.cost("all_reduce", ranks=ranks)
 
     def move(self, nbytes: npt.ArrayLike, ranks: npt.ArrayLike, /) -> FloatArray:
         step, wire = self._step
