@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from .core.store import read, write
     from .core.timeline import Timeline
     from .planning import compare, plan
+    from .train.burst import Burst
     from .train.ddp import DistributedDataParallel
     from .train.tuner import Tuning
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Burst": "train.burst",
     "DistributedDataParallel": "train.ddp",
     "Error": "core.errors",
     "InputError": "core.errors",
@@ -43,6 +45,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "Burst",
     "DistributedDataParallel",
     "Error",
     "InputError",
