@@ -24,6 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -133,11 +134,13 @@ class BurstPlanner:
                 f"counts: expected one of 1 to {self.devices} devices for each of {len(layers)} layers, got "
                 f"{list(counts)}"
             )
-        seconds, memories = self._stages
+        known = self.choices if set(counts) <= set(self.choices) else sorted(set(counts))
+        seconds, memories = self._stages if known is self.choices else self._stages_on(known)
+        at = {g: k for k, g in enumerate(known)}
         time = work = memory = 0.0
         for v, g in enumerate(counts):
-            stage = float(seconds[v][g - 1])
-            time, work, memory = time + stage, work + g * stage, memory + float(memories[v][g - 1])
+            stage = float(seconds[v][at[g]])
+            time, work, memory = time + stage, work + g * stage, memory + float(memories[v][at[g]])
         for u, v in self.edges:
             if counts[u] != counts[v]:
                 moving = float(self.cost.reshard(u, counts[u], counts[v]))
@@ -171,23 +174,30 @@ class BurstPlanner:
         return float(sum(self.cost.compute(v, self.cost.batch) for v in range(len(self.profile.layers))))
 
     @cached_property
+    def choices(self) -> tuple[int, ...]:
+        """The device counts that plans are made of, ascending."""
+        found = self.counts or useful_counts(self.cost.batch, self.devices)
+        if min(found) < 1 or max(found) > self.devices or any(a >= b for a, b in pairwise(found)):
+            raise Error(f"counts: expected 1 to {self.devices} devices, ascending, got {list(found)}")
+        if len(found) > MOST_CHOICES:
+            raise Error(f"counts: expected at most {MOST_CHOICES} to choose from, got {len(found)}: give some of them")
+        return found
+
+    @cached_property
     def _stages(self) -> tuple[list[FloatArray], list[FloatArray]]:
-        """For each layer its seconds (computing and gradients) and its bytes, on 1, 2, … devices."""
-        every = np.arange(1, self.devices + 1)
-        samples, layers = local_batch(self.cost.batch, every), range(len(self.profile.layers))
-        seconds = [self.cost.compute(v, samples) + self.cost.sync(v, every) for v in layers]
+        """For each layer its seconds (computing and gradients) and its bytes, for every choice."""
+        return self._stages_on(self.choices)
+
+    def _stages_on(self, counts: Sequence[int]) -> tuple[list[FloatArray], list[FloatArray]]:
+        samples, layers = local_batch(self.cost.batch, counts), range(len(self.profile.layers))
+        seconds = [self.cost.compute(v, samples) + self.cost.sync(v, counts) for v in layers]
         return seconds, [self.cost.memory(v, samples) for v in layers]
 
     @cached_property
     def problem(self) -> Problem:
         """All costs of all choices, in ticks."""
-        batch, graph = self.cost.batch, self.graph
-        counts = np.array(self.counts or useful_counts(batch, self.devices), dtype=np.int64)
-        if counts.min() < 1 or counts.max() > self.devices or (np.diff(counts) <= 0).any():
-            raise Error(f"counts: expected 1 to {self.devices} devices, ascending, got {counts.tolist()}")
-        if len(counts) > MOST_CHOICES:
-            raise Error(f"counts: expected at most {MOST_CHOICES} to choose from, got {len(counts)}: give some of them")
-        time, memory = ([table[counts - 1] for table in tables] for tables in self._stages)
+        graph, counts = self.graph, np.array(self.choices, dtype=np.int64)
+        time, memory = self._stages
         moving = {(u, v): self.cost.reshard(u, counts[:, None], counts[None, :]) for u, v in self.edges}
         longest = sum(float((t * counts).max()) for t in time)
         longest += sum(float((t * counts).max()) for t in moving.values())

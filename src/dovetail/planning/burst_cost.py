@@ -106,6 +106,10 @@ class NetworkLinks:
 
     def all_reduce(self, nbytes: float, ranks: npt.ArrayLike, /) -> FloatArray:
         n = np.asarray(ranks, dtype=np.int64)
+        if isinstance(self.network.cost("all_reduce"), AffineCost):
+            fit, own = self.network.affine("all_reduce"), self.network.ranks
+            share = (n - 1) / np.maximum(n, 1) / ((own - 1) / own)
+            return np.asarray(fit.latency * (n - 1) / (own - 1) + fit.seconds_per_byte * share * nbytes)
         each = {int(m): float(self.reduction(int(m))(nbytes)) for m in np.unique(n)}
         return np.array([each[int(m)] if m > 1 else 0.0 for m in n.ravel()]).reshape(n.shape)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from dovetail.core.burst import BurstPlan
 from dovetail.core.errors import Error
 
-from .burst import BurstPlanner, useful_counts
+from .burst import BurstPlanner
 from .burst_cost import local_batch
 
-NAMES = ("fastest", "cheapest", "best-dp", "dp:G", "static-partition", "deeppool")
+NAMES = ("fastest", "cheapest", "best-dp", "dp:G", "static-partition", "per-layer", "deeppool")
 DEFAULT_AMPLIFICATION = 2.0
 """DeepPool's own default."""
 SMALL_LAYER = 300e-6
@@ -26,6 +28,8 @@ def plan(burst: BurstPlanner, name: str, *, amplification: float | None = None) 
         return min(data_parallel(burst), key=lambda p: (p.prediction.iteration, p.prediction.device_time))
     if name == "static-partition":
         return static_partition(burst, amplification=amplification)
+    if name == "per-layer":
+        return per_layer(burst, amplification=amplification or DEFAULT_AMPLIFICATION)
     if name == "deeppool":
         return deeppool(burst, amplification=amplification or DEFAULT_AMPLIFICATION)[0]
     kind, _, number = name.partition(":")
@@ -36,8 +40,7 @@ def plan(burst: BurstPlanner, name: str, *, amplification: float | None = None) 
 
 def data_parallel(burst: BurstPlanner) -> list[BurstPlan]:
     """Every layer on the same number of devices, for every number that can be useful."""
-    counts = burst.counts or useful_counts(burst.cost.batch, burst.devices)
-    return [plan(burst, f"dp:{g}") for g in counts]
+    return [plan(burst, f"dp:{g}") for g in burst.choices]
 
 
 def static_partition(
@@ -59,6 +62,32 @@ def static_partition(
     return burst.predict(found.counts, policy=f"static-partition:{found.counts[0]}")
 
 
+def per_layer(burst: BurstPlanner, *, amplification: float = DEFAULT_AMPLIFICATION) -> BurstPlan:
+    """The fastest plan on a chain in which every LAYER stays within the limit: DeepPool's aim, solved exactly.
+
+    A layer's amplification is g·(computing + sync + re-sharding into it) over its computing on one device. One number
+    per choice is enough, since the limit is on an edge and not on a sum: O(L·K²).
+    """
+    _check_chain(burst, "per-layer")
+    counts, cost = list(burst.choices), burst.cost
+    samples = local_batch(cost.batch, counts)
+    total, back = np.zeros(len(counts)), list[list[int]]()
+    for v in range(len(burst.profile.layers)):
+        own = cost.compute(v, samples) + cost.sync(v, counts)
+        moving = cost.reshard(v - 1, np.array(counts)[:, None], counts) if v else np.zeros((1, len(counts)))
+        taken = np.array(counts) * (own + moving)
+        may = taken <= amplification * float(cost.compute(v, cost.batch)) * (1 + 1e-12)
+        time = np.where(may, (total[:, None] if v else 0.0) + own + moving, np.inf)
+        back.append(time.argmin(axis=0).tolist())
+        total = time.min(axis=0)
+    if not np.isfinite(total.min()):
+        raise Error(f"per-layer: no plan in which every layer stays within {amplification:g}")
+    chosen = [int(total.argmin())]
+    for came in reversed(back[1:]):
+        chosen.append(came[chosen[-1]])
+    return burst.predict([counts[k] for k in reversed(chosen)], policy=f"per-layer:{amplification:g}")
+
+
 @dataclass(frozen=True)
 class Violation:
     """A layer that takes more than the rule allows."""
@@ -76,8 +105,7 @@ def deeppool(burst: BurstPlanner, *, amplification: float = DEFAULT_AMPLIFICATIO
     computes for less than 300 us. So a layer is tested one step late, on what it hands on, the last one never; where
     the only predecessor that survives is above the limit it is taken all the same. Counts are powers of two.
     """
-    if len(burst.edges) != len(burst.profile.layers) - 1 or any(v != u + 1 for u, v in burst.edges):
-        raise Error("deeppool: expected a chain of layers, its rule follows one predecessor only")
+    _check_chain(burst, "deeppool")
     cost, batch = burst.cost, burst.cost.batch
     counts = [2**i for i in range(burst.devices.bit_length()) if 2**i <= min(burst.devices, batch)]
     samples = local_batch(batch, counts)
@@ -120,3 +148,8 @@ def deeppool(burst: BurstPlanner, *, amplification: float = DEFAULT_AMPLIFICATIO
         if (here := taken(v, chosen[v], moving)) > amplification:
             broken.append(Violation(burst.profile.layers[v].name, here))
     return burst.predict(found, policy=f"deeppool:{amplification:g}"), broken
+
+
+def _check_chain(burst: BurstPlanner, name: str) -> None:
+    if len(burst.edges) != len(burst.profile.layers) - 1 or any(v != u + 1 for u, v in burst.edges):
+        raise Error(f"{name}: expected a chain of layers, its rule follows one predecessor only")
