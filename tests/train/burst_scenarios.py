@@ -12,8 +12,9 @@ import random
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from dovetail import Burst, Error
 from dovetail.core.burst import BurstPlan, BurstPrediction
+from dovetail.simulate.launch import report
 
 CROSS_ENTROPY = partial(F.cross_entropy, reduction="none")
 CLASSES = 5
@@ -70,7 +72,7 @@ BRANCHES = ("stem", "left", "right", "again", "norm", "drop", "head")
 
 def mlp() -> tuple[list[nn.Module], tuple[int, ...]]:
     d = [6, 9, 7, 8, CLASSES]
-    return [nn.Sequential(nn.Linear(a, b), nn.ReLU(inplace=b != CLASSES)) for a, b in zip(d, d[1:], strict=False)], (6,)
+    return [nn.Sequential(nn.Linear(a, b), nn.ReLU(inplace=b != CLASSES)) for a, b in pairwise(d)], (6,)
 
 
 def cnn() -> tuple[list[nn.Module], tuple[int, ...]]:
@@ -195,7 +197,7 @@ def burst_plan(names: tuple[str, ...], counts: list[int], batch: int) -> BurstPl
 
 
 def error(burst: Burst, oracle: Oracle, what: str) -> float:
-    """The largest difference on this rank, relative to the model's largest value of the kind; 0 only if bitwise equal."""
+    """The largest difference on this rank, relative to the model's largest value; 0 only if bitwise equal."""
     theirs = dict(oracle.whole.named_parameters())
     pairs = []
     for name, p in burst.named_parameters():
@@ -314,7 +316,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def replans(path: str, optimizer: str, plans: list[list[Any]]) -> dict[str, Any]:
-    """A new plan after every step, two param groups; then a checkpoint that goes to another plan and the plain model."""
+    """A new plan after every step, two param groups; then a checkpoint for another plan and for the plain model."""
     torch.manual_seed(3)
     model, _, shape, _ = build("cnn")
     oracle = Oracle(model)
@@ -443,7 +445,7 @@ def records() -> dict[str, Any]:
     }
 
 
-def refuses(path: str) -> dict[str, str]:
+def refuses(path: str) -> NoReturn:
     """One line for each thing a user can get wrong; `tests` look at the words."""
     said: dict[str, str] = {}
 
@@ -484,11 +486,14 @@ def refuses(path: str) -> dict[str, str]:
     attempt(
         "a layer", lambda: Burst([nn.Linear(4, 4), Breaks(4, 3)], [1, 4], loss=CROSS_ENTROPY, timeout=30).step(x, y)
     )
-    return said
+    report([said])
+    dies(path)
 
 
-def dies(path: str) -> str:
+def dies(path: str) -> NoReturn:
     """Rank 1 is killed in the middle of a step; the others must end with a line, not hang."""
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher, which sees rank 1 die, is to let us finish
 
     class Dies(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -502,4 +507,4 @@ def dies(path: str) -> str:
         )
     except Error as e:
         Path(f"{path}.{dist.get_rank()}").write_text(str(e))
-    return ""
+    os._exit(1)

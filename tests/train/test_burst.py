@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dovetail.simulate.launch import LaunchError
 from tests.ranks import run_all
 from tests.train import burst_scenarios as scenarios
 
@@ -33,7 +33,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         ("accumulates", scenarios.accumulates, {}),
         ("unused", scenarios.unused, {}),
         ("records", scenarios.records, {}),
-        ("refuses", scenarios.refuses, {"path": str(folder / "other.pt")}),
     ]
     by_rank = run_all([(function, given) for _, function, given in calls], ranks=4, timeout=200)
     return {name: [reports[i] for reports in by_rank] for i, (name, _, _) in enumerate(calls)}
@@ -134,16 +133,26 @@ WORDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], list[str]]:
+    """(what each rank said about every mistake, what the others said when rank 1 was killed)."""
+    path = tmp_path_factory.mktemp("refused") / "said"
+    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL") as caught:
+        run_all([(scenarios.refuses, {"path": str(path)})], ranks=4, timeout=100)
+    lines = [path.with_name(f"said.{rank}") for rank in (0, 2, 3)]
+    return [r.report[0] for r in caught.value.results], [p.read_text() if p.exists() else "" for p in lines]
+
+
 @pytest.mark.parametrize("what", list(WORDS))
-def test_what_goes_wrong_ends_everywhere_with_one_line(four: dict[str, list[Any]], what: str) -> None:
-    for rank, said in enumerate(four["refuses"]):
+def test_what_goes_wrong_ends_everywhere_with_one_line(
+    refused: tuple[list[dict[str, str]], list[str]], what: str
+) -> None:
+    for rank, said in enumerate(refused[0]):
         assert what in said, f"rank {rank} went on"
         assert WORDS[what] in said[what]
         assert said[what].startswith("burst rank ") and "\n" not in said[what]
 
 
-def test_when_a_rank_is_killed_the_others_end_with_one_line(tmp_path: Path) -> None:
-    from dovetail.simulate.launch import LaunchError
-
-    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL"):
-        run_all([(scenarios.dies, {"path": str(tmp_path / "said")})], ranks=3, timeout=100)
+def test_when_a_rank_is_killed_the_others_end_with_one_line(refused: tuple[list[dict[str, str]], list[str]]) -> None:
+    for line in refused[1]:
+        assert line.startswith("burst rank ") and "a rank is gone or unreachable" in line and "\n" not in line

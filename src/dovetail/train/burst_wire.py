@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -24,6 +25,8 @@ SLICE = timedelta(seconds=1)
 """How long to wait before looking whether another rank has failed."""
 
 _jobs = itertools.count()  # ranks make their wires in the same order, so the number is the same on all
+_pool: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of this process; jobs that follow each other share groups
+_pool_of: list[object] = []  # the default group that they were made beside
 
 
 class Wire:
@@ -39,19 +42,21 @@ class Wire:
         self.moved_bytes = 0
         """Sent by this rank in re-sharding so far."""
         self._key = f"dovetail-burst-{next(_jobs)}"
+        if _pool_of != [dist.group.WORLD]:
+            _pool.clear()
+            _pool_of[:] = [dist.group.WORLD]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if self.joined:
-            everyone = dist.group.WORLD
-            assert everyone is not None
-            self._groups[tuple(range(self.size))] = everyone
+        # Even for all ranks a group of our own: a job that fails leaves collectives behind that nobody will answer.
+        self.prepare([tuple(range(self.size))])
 
     def prepare(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Makes the groups that are missing, in one order on all ranks; every rank calls it with the same sets."""
         for ranks in sorted({s for s in sets if len(s) > 1}):
-            if ranks not in self._groups:
+            if ranks not in _pool:
                 made = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
                 assert made is not None
-                self._groups[ranks] = made
+                _pool[ranks] = made
+            self._groups[ranks] = _pool[ranks]
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """None for a single rank, which has nobody to talk to."""
@@ -73,7 +78,7 @@ class Wire:
                 if line := self.failure():
                     raise Error(line) from None
                 if work.is_completed():
-                    reason = str(e).strip().splitlines()[0]
+                    reason = _plain(e)
                     raise Error(f"burst rank {self.rank}: {what}: a rank is gone or unreachable ({reason})") from None
                 if time.monotonic() > deadline:
                     raise Error(
@@ -123,6 +128,7 @@ class Wire:
     def fail(self, line: str) -> None:
         """Tells all ranks why this one ends; the first failure counts."""
         self.broken = line
+        _pool.clear()
         if self.size == 1:
             return
         try:
@@ -139,3 +145,9 @@ class Wire:
             return str(store.get(self._key).decode()) if store.check([self._key]) else None
         except RuntimeError:
             return None
+
+
+def _plain(error: Exception) -> str:
+    """gloo's message without the place in its sources and without its advice."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first).partition(". This is typically")[0]
