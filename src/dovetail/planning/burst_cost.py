@@ -183,7 +183,7 @@ class ProfileCost:
         # Beyond the measured batches along the nearest segment, as the profile itself does it.
         at = np.clip(np.searchsorted(batches, b), 1, len(batches) - 1)
         slope = (t[at] - t[at - 1]) / (batches[at] - batches[at - 1])
-        return np.maximum(0.0, t[at - 1] + slope * (b - batches[at - 1]))
+        return np.asarray(np.maximum(0.0, t[at - 1] + slope * (b - batches[at - 1])))
 
     @cached_property
     def _tables(self) -> list[tuple[FloatArray, FloatArray]]:
