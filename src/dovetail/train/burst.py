@@ -118,6 +118,8 @@ class Burst:
                     wire.wait(work, f"step {step}: gradients of {name}")
                 reduction.finish()
             wire.wait(arriving, f"step {step}: loss")
+            if self._recorder is not None:
+                self._recorder.end()
             self.steps += 1
             return total
 
@@ -216,7 +218,10 @@ class Burst:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorder]:
-        """Records the steps inside the block as a Timeline of this rank: `recording.timeline()`."""
+        """Records the steps inside the block as a Timeline of this rank: `recording.timeline()`.
+
+        All ranks must record the same steps. Before samples move their ranks meet, so that waiting shows as idle time.
+        """
         self._recorder = Recorder(self._wire.rank)
         try:
             yield self._recorder

@@ -17,11 +17,16 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._origin = time.perf_counter()
+        self._until = 0.0
         self._spans: list[tuple[str, SpanKind, float, float, int]] = []
 
     def add(self, name: str, kind: SpanKind, start: float, nbytes: int = 0) -> None:
         """Something that began at `start` (of time.perf_counter) and ends now."""
         self._spans.append((name, kind, start, time.perf_counter(), nbytes))
+
+    def end(self) -> None:
+        """A step has ended, for a rank that had nothing to do in it too."""
+        self._until = time.perf_counter() - self._origin
 
     def watch(self, work: dist.Work | None, name: str, nbytes: int) -> None:
         """A collective that has just set out; its end is noted by whichever thread sees it."""
@@ -48,6 +53,6 @@ class Recorder:
             )
             for what, kind, start, stop, nbytes in list(self._spans)
         ]
-        until = max((s.stop for s in spans), default=0.0)
+        until = max([self._until, *(s.stop for s in spans)])
         spans += idle_gaps(spans, [device], until=until)
         return Timeline(name=name, source="measured", emulated=emulated, spans=tuple(spans))

@@ -53,6 +53,11 @@ class Exchange:
         self.wire = wire
         self._move = move(before, after, wire.rank)
 
+    def meet(self, what: str) -> None:
+        """Waits until all ranks of the exchange are here, so that a recording tells waiting from moving."""
+        if self.takes_part:
+            self.wire.wait(self.wire.all_reduce(torch.zeros(1, device=self.wire.device), self.ranks), what)
+
     def __call__(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """This rank's rows after the exchange. A rank outside both stages gets back what it gave: no rows."""
         if not self.takes_part:

@@ -129,9 +129,10 @@ def _refuse_shared(whole: nn.Module, layers: list[nn.Module]) -> None:
 
 def tensors(value: object, what: str) -> list[torch.Tensor]:
     """A boundary as a list: one tensor, or a tuple or list of tensors that have the sample as their first dimension."""
-    found = list(value) if isinstance(value, (tuple, list)) else [value]
-    for t in found:
+    found: list[torch.Tensor] = []
+    for t in value if isinstance(value, (tuple, list)) else [value]:
         if not isinstance(t, torch.Tensor) or t.dim() == 0:
             got = "a scalar" if isinstance(t, torch.Tensor) else type(t).__name__
             raise Error(f"{what}: expected tensors with one row per sample, got {got}")
+        found.append(t)
     return found

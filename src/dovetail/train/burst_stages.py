@@ -39,7 +39,7 @@ class StagePart:
                     m.context = self.context
                 self._together |= isinstance(m, GroupBatchNorm)
                 if getattr(m, "inplace", False):
-                    m.inplace = False  # what a part begins with is still needed by the part before it
+                    m.inplace = False  # type: ignore[assignment]  # what a part begins with is still needed by the part before it
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that get gradients, each once."""

@@ -151,6 +151,8 @@ def backward(
 
 
 def _exchange(exchange: Exchange, values: list[Tensor], what: str, recorder: Recorder | None) -> list[Tensor]:
+    if recorder is not None:
+        exchange.meet(what)
     start, before = time.perf_counter(), exchange.wire.moved_bytes
     out = exchange(values, what)
     if recorder is not None and exchange.takes_part:
