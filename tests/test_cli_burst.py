@@ -86,3 +86,26 @@ def test_options_of_burst_without_it_are_wrong_use(folder: Path, extra: list[str
     network = ["10gbe-4"] if extra else []
     done = run("plan", folder / "job.json", *network, *extra, "-o", folder / "never.json")
     assert done.exit_code == 2 and done.stdout == "" and not (folder / "never.json").exists()
+
+
+def test_a_profile_with_its_graph_is_planned_with_its_branches(folder: Path) -> None:
+    model = """
+import torch
+class Fork(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b, self.head = (torch.nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.b(self.a(x)) + x)
+def model(): return Fork()
+def batch(size): return torch.randn(size, 8)
+"""
+    (folder / "fork.py").write_text(model)
+    done = run("profile", folder / "fork.py", "--graph", "--batch", "4", "--steps", "1", "-o", folder / "fork.json")
+    assert done.exit_code == 0, done.stderr
+    assert store.read(folder / "fork.json", Profile).edges == ((0, 1), (0, 2), (1, 2), (2, 3))
+    (folder / "stuck.py").write_text(model.replace("return self.head", "return x if x.sum() > 1e9 else self.head"))
+    done = run("profile", folder / "stuck.py", "--graph", "--batch", "4", "--steps", "1", "-o", folder / "stuck.json")
+    assert done.exit_code == 0 and "note: model Fork cannot be traced" in done.stderr
+    assert store.read(folder / "stuck.json", Profile).edges == ()

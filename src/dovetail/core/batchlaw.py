@@ -9,6 +9,9 @@ import numpy as np
 from .profile import Layer
 from .store import Record, Seconds
 
+_SHORTEST = 1e-12
+"""Seconds; below it a time is none."""
+
 
 class BatchLaw(Record, frozen=True, kw_only=True):
     """Seconds of forward and backward together, as an affine function of the local batch."""
@@ -39,7 +42,7 @@ def fit(batches: Sequence[int], seconds: Sequence[float]) -> BatchLaw:
     """
     b, t = np.asarray(batches, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     assert len(b) == len(t) > 0 and b.min() > 0, "one time for each of at least one batch"
-    known = t > 0
+    known = t > _SHORTEST
     if not known.any():
         return BatchLaw(fixed=0.0, per_sample=0.0, error=0.0, worst=0.0)
     b, t = b[known], t[known]
