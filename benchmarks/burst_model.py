@@ -142,8 +142,8 @@ def hidden(profiles: dict[str, Profile]) -> Cells:
         ):
             paid, free = plan.prediction, behind.prediction
             used = free.device_time / free.iteration
-            cells.append({"model": model, "devices": devices, "plan": name, "paid": paid.iteration,
-                          "hidden": free.iteration, "free": max(0.0, devices - used), "lower bound": bound})  # fmt: skip
+            cell = {"model": model, "devices": devices, "plan": name, "paid": paid.iteration, "hidden": free.iteration}
+            cells.append({**cell, "free": max(0.0, devices - used), "lower bound": bound})
     return cells
 
 
