@@ -25,7 +25,7 @@ from dovetail.simulate.contest import Setting
 from dovetail.simulate.shaped import available
 
 RANKS, BATCH, RATE = 8, 32, "200mbit"
-POLICIES = ["dp:8", "dp:4", "burst", "burst:1.25"]
+POLICIES = ["ddp", "dp:8", "dp:4", "burst", "burst:1.25"]
 BYTES = 1 / 376
 """Emulated bytes for one of VGG16: so few that eight ranks fit on two cores, in proportion to the slower time."""
 PER_FLOP, FIXED, PER_BYTE = 40e-3 / 92.8e9, 4e-3, 18e-3 / 411e6
@@ -42,7 +42,7 @@ def main() -> None:
     else:
         outcome = run(
             vgg16(),
-            POLICIES[:1] + POLICIES[2:] if args.quick else POLICIES,
+            ["ddp", "dp:8", "burst"] if args.quick else POLICIES,
             Setting(ranks=RANKS, rate=RATE),
             batch=BATCH,
             bucket_bytes=25 * 2**20 * BYTES,
@@ -147,7 +147,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{q['low'] * 1e3:.0f}–{q['high'] * 1e3:.0f}",
             f"{r['prediction'] * 1e3:.0f} ms",
             f"{r['prediction'] / q['median'] - 1:+.1%}",
-            f"{r['idle'] / q['median']:.1f}",
+            "" if r["idle"] is None else f"{r['idle'] / q['median']:.1f}",
         )
     console.print(table)
 
@@ -157,8 +157,9 @@ def contest_checks(rows: list[dict[str, Any]]) -> list[Check]:
     errors = {p: r["prediction"] / r["iteration"]["median"] - 1 for p, r in by_policy.items()}
     data_parallel, burst = by_policy["dp:8"], by_policy["burst"]
     ratio = burst["iteration"]["median"] / data_parallel["iteration"]["median"]
+    over_ddp = burst["iteration"]["median"] / by_policy["ddp"]["iteration"]["median"]
     predicted = burst["prediction"] / data_parallel["prediction"]
-    moved = {p: (r["moved_bytes"], r["predicted_moved_bytes"]) for p, r in by_policy.items()}
+    moved = {p: (r["moved_bytes"], r["predicted_moved_bytes"]) for p, r in by_policy.items() if p != "ddp"}
     return [
         Check(
             "a real run on 8 emulated devices, DP against burst: predicted against measured iteration",
@@ -168,9 +169,9 @@ def contest_checks(rows: list[dict[str, Any]]) -> list[Check]:
         ),
         Check(
             "a real run on 8 emulated devices: burst over data parallelism on 8, in time",
-            f"{ratio:.3f} (predicted {predicted:.3f})",
-            "< 1",
-            ratio < 1,
+            f"{ratio:.3f} in the same executor (predicted {predicted:.3f}), {over_ddp:.3f} over torch's DDP",
+            "< 1, both",
+            max(ratio, over_ddp) < 1,
         ),
         Check(
             "a real run on 8 emulated devices: bytes moved equal the prediction",

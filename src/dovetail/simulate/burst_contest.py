@@ -7,6 +7,7 @@ among the first 2, 4, … of them. Rank 0 plans; then the plans take turns, in a
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -33,6 +34,12 @@ from dovetail.planning.burst_overlap import fastest_overlapped
 from .burst import simulate_burst
 from .contest import Setting
 
+if TYPE_CHECKING:
+    from dovetail.train.burst import Burst
+
+DDP = "ddp"
+"""The contestant that is torch's DistributedDataParallel, on all ranks."""
+
 
 class Spec(store.Record, frozen=True, kw_only=True):
     """What the ranks need to know."""
@@ -40,7 +47,7 @@ class Spec(store.Record, frozen=True, kw_only=True):
     profile: Profile
     batch: int
     policies: tuple[str, ...]
-    """"dp:8" and other baselines by name, "burst" for the fastest plan, "burst:1.25" under a limit."""
+    """"ddp" for torch's own, "dp:8" and other baselines by name, "burst" for the fastest, "burst:1.25" within a limit."""
     bucket_bytes: float
     rounds: int
     steps: int
@@ -56,11 +63,11 @@ class Entry(store.Record, frozen=True, kw_only=True):
     predicted: Timeline
     seconds: tuple[float, ...]
     """Iteration times of the slowest rank."""
-    moved: int
+    moved: int = 0
     """Bytes that all ranks sent in re-sharding in one step, as counted."""
-    predicted_moved: int
-    idle: float
-    """Device-seconds per iteration in which a device of the job neither computed nor communicated, as recorded."""
+    predicted_moved: int = 0
+    idle: float | None = None
+    """Device-seconds per iteration in which a device of the job neither computed nor communicated; None for DDP."""
 
 
 class Outcome(store.Record, frozen=True, kw_only=True):
@@ -144,6 +151,8 @@ def run(
 def make_plan(spec: Spec, policy: str, links: MeasuredLinks, devices: int) -> BurstPlan:
     cost = ProfileCost(spec.profile, spec.batch, wires=links)
     planner = BurstPlanner(spec.profile, cost, devices, network="measured")
+    if policy == DDP:
+        return planner.policy(f"dp:{devices}")
     kind, _, limit = policy.partition(":")
     if kind == "burst":
         return fastest_overlapped(planner, amplification=float(limit) if limit else None)
@@ -154,80 +163,119 @@ def _rank(spec: Spec) -> Any:
     import torch
     import torch.distributed as dist
 
-    from dovetail import measure
     from dovetail.train import agree
-    from dovetail.train.burst import Burst
 
-    from .burst_device import emulated_layers, first_column
     from .channel import leave, register
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if spec.latency is None else register(latency=spec.latency))
-    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    group = dist.group.WORLD
+    group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None
-    largest = max(64 * 1024, spec.profile.parameter_bytes)
-    networks: dict[int, Network] = {}
-    for size in [2**i for i in range(1, world.bit_length()) if 2**i <= world]:
+    links = MeasuredLinks(agree.from_first(_networks(spec), group, device))
+    _say(f"network measured among {', '.join(map(str, links.networks))} ranks")
+    made = {p: make_plan(spec, p, links, dist.get_world_size()) for p in spec.policies} if dist.get_rank() == 0 else {}
+    plans: dict[str, BurstPlan] = agree.from_first(made, group, device)
+    jobs, steps = _contestants(spec, plans)
+
+    def timed(name: str) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        steps[name]()
+        return time.perf_counter() - start
+
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    rng = random.Random(0)  # the same on all ranks, so all take the same turns
+    for turn in range(spec.rounds):
+        for name in rng.sample(sorted(plans), len(plans)):
+            timed(name)
+            times[name] += agree.largest([timed(name) for _ in range(spec.steps)], group, device)
+        _say(f"round {turn + 1} of {spec.rounds}")
+    entries = []
+    for name, plan in plans.items():
+        entry = Entry(
+            policy=name,
+            plan=plan,
+            predicted=simulate_burst(plan, spec.profile, links, bucket_bytes=spec.bucket_bytes),
+            seconds=tuple(times[name]),
+        )
+        if (job := jobs.get(name)) is not None:
+            before = job.moved_bytes
+            with job.record() as recording:
+                took = timed(name)
+            gaps = sum(s.duration for s in recording.timeline(emulated=True).spans if s.kind == "idle")
+            gaps += agree.largest([took], group, device)[0] - took  # a rank that is needed no more has left already
+            summed = torch.tensor([float(job.moved_bytes - before), gaps], dtype=torch.float64)
+            dist.all_reduce(summed)
+            entry = msgspec.structs.replace(
+                entry,
+                moved=int(summed[0]),
+                predicted_moved=job.predicted_moved_bytes(spec.batch),
+                idle=float(summed[1]),
+            )
+        entries.append(entry)
+    leave()
+    return msgspec.to_builtins(Outcome(networks=dict(links.networks), entries=tuple(entries)), str_keys=True)
+
+
+def _networks(spec: Spec) -> dict[int, Network]:
+    """What rank 0 is part of: all-reduce and all-to-all among the first 2, 4, … ranks. Every rank calls it."""
+    import torch.distributed as dist
+
+    from dovetail import measure
+
+    found: dict[int, Network] = {}
+    size = 2
+    while size <= dist.get_world_size():
         among = dist.new_group(list(range(size)))
-        if rank < size:
-            networks[size] = measure.network(
+        if dist.get_rank() < size:
+            found[size] = measure.network(
                 among,
-                max_bytes=largest,
+                max_bytes=max(64 * 1024, spec.profile.parameter_bytes),
                 collectives=("all_reduce", "all_to_all"),
                 budget=spec.network_seconds,
                 name=f"emulated-{size}",
                 emulated=True,
             )
         dist.barrier()
-    networks = agree.from_first(networks, group, device)
-    links = MeasuredLinks(networks)
-    _say(f"network measured among {', '.join(map(str, networks))} ranks")
-    plans: dict[str, BurstPlan] = agree.from_first(
-        {p: make_plan(spec, p, links, world) for p in spec.policies} if rank == 0 else {}, group, device
-    )
-    jobs = {
-        name: Burst(emulated_layers(spec.profile), plan, loss=first_column, bucket_bytes=spec.bucket_bytes)
-        for name, plan in plans.items()
-    }
+        size *= 2
+    return found
+
+
+def _contestants(
+    spec: Spec, plans: Mapping[str, BurstPlan]
+) -> tuple[dict[str, Burst], dict[str, Callable[[], object]]]:
+    """(the burst jobs, one step of every contestant)."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from dovetail.train.burst import Burst
+
+    from .burst_device import emulated_layers, first_column
+    from .device import emulated
+
+    jobs: dict[str, Burst] = {}
+    steps: dict[str, Callable[[], object]] = {}
     x, y = torch.ones(spec.batch, 1), torch.zeros(spec.batch)
 
-    def step(name: str) -> float:
-        jobs[name].module.zero_grad(set_to_none=True)
-        dist.barrier()
-        start = time.perf_counter()
-        jobs[name].step(x, y)
-        return time.perf_counter() - start
+    def burst_step(job: Burst) -> None:
+        job.module.zero_grad(set_to_none=True)
+        job.step(x, y)
 
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    rng = random.Random(0)  # the same on all ranks, so all take the same turns
-    for turn in range(spec.rounds):
-        for name in rng.sample(sorted(jobs), len(jobs)):
-            step(name)
-            times[name] += agree.largest([step(name) for _ in range(spec.steps)], group, device)
-        _say(f"round {turn + 1} of {spec.rounds}")
-    entries = []
-    for name, job in jobs.items():
-        before = job.moved_bytes
-        with job.record() as recording:
-            took = step(name)
-        gaps = sum(s.duration for s in recording.timeline(emulated=True).spans if s.kind == "idle")
-        gaps += agree.largest([took], group, device)[0] - took  # a rank that is not needed any more has left already
-        summed = torch.tensor([float(job.moved_bytes - before), gaps], dtype=torch.float64)
-        dist.all_reduce(summed)
-        entries.append(
-            Entry(
-                policy=name,
-                plan=plans[name],
-                predicted=simulate_burst(plans[name], spec.profile, links, bucket_bytes=spec.bucket_bytes),
-                seconds=tuple(times[name]),
-                moved=int(summed[0]),
-                predicted_moved=job.predicted_moved_bytes(spec.batch),
-                idle=float(summed[1]),
-            )
-        )
-    leave()
-    return msgspec.to_builtins(Outcome(networks=networks, entries=tuple(entries)), str_keys=True)
+    def ddp_step(model: DistributedDataParallel) -> None:
+        model.zero_grad(set_to_none=True)
+        model(x[:1]).backward()
+
+    for name, plan in plans.items():
+        if name == DDP:
+            local = emulated(spec.profile, batch=spec.batch // dist.get_world_size())
+            model = DistributedDataParallel(local, bucket_cap_mb=spec.bucket_bytes / 2**20)
+            steps[name] = functools.partial(ddp_step, model)
+        else:
+            layers = emulated_layers(spec.profile)
+            jobs[name] = Burst(layers, plan, loss=first_column, bucket_bytes=spec.bucket_bytes)
+            steps[name] = functools.partial(burst_step, jobs[name])
+    return jobs, steps
 
 
 def _say(line: str) -> None:
