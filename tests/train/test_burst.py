@@ -41,8 +41,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def eight() -> list[list[Any]]:
     calls: list[tuple[Any, dict[str, Any]]] = [
-        (scenarios.matches, {"first": EIGHT, "count": 6}),
-        (scenarios.integers, {"first": EIGHT, "count": 6}),
+        (scenarios.matches, {"first": EIGHT, "count": 4}),
+        (scenarios.integers, {"first": EIGHT, "count": 4}),
     ]
     return run_all(calls, ranks=8, timeout=200)
 

@@ -47,7 +47,7 @@ class Spec(store.Record, frozen=True, kw_only=True):
     profile: Profile
     batch: int
     policies: tuple[str, ...]
-    """"ddp" for torch's own, "dp:8" and other baselines by name, "burst" for the fastest, "burst:1.25" within a limit."""
+    """"ddp" for torch's own, "dp:8" and other baselines by name, "burst" for the fastest, "burst:1.25" in a limit."""
     bucket_bytes: float
     rounds: int
     steps: int
