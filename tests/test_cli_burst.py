@@ -41,6 +41,8 @@ def test_the_table_says_what_bursting_gains_and_frees(folder: Path) -> None:
     assert (folder / "p.png").read_bytes().startswith(b"\x89PNG")
     plan = store.read(folder / "plan.json", BurstPlan)
     assert plan.devices == 8 and plan.batch == 32 and plan.counts[0] == 8 and plan.counts[-1] < 8
+    seen = run("view", folder / "plan.json")
+    assert seen.exit_code == 0 and "burst plan fastest for made" in seen.stdout and "layer5" in seen.stdout
 
 
 def test_a_model_with_even_layers_is_told_not_to_burst(folder: Path) -> None:

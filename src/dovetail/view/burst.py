@@ -91,6 +91,21 @@ def table(found: Study) -> RenderableType:
     return Group(made, Text(note, style="dim"))
 
 
+def stages(plan: BurstPlan) -> RenderableType:
+    """A plan's runs of layers with one device count."""
+    p = plan.prediction
+    lines = [
+        f"burst plan {plan.policy} for {plan.profile} on {plan.network}: global batch {plan.batch}, up to "
+        f"{units.count(plan.devices, 'device')}",
+        f"predicted iteration {units.seconds(p.iteration)}, device-time {units.seconds(p.device_time)} "
+        f"({p.amplification:.2f}x one device), {units.size(p.memory)} on rank 0",
+    ]
+    made = _table(">stage", ">devices", ">layers", "first", "last")
+    for i, (first, stop, devices) in enumerate(plan.stages()):
+        made.add_row(str(i), f"{devices:,}", str(stop - first), plan.layers[first], plan.layers[stop - 1])
+    return Group(*map(Text, lines), made)
+
+
 def name(plan: BurstPlan) -> str:
     kind, _, limit = plan.policy.partition(":")
     if kind == "fastest":
