@@ -24,8 +24,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Everything that four ranks do, in one process group: by name, what each rank reports."""
     folder = tmp_path_factory.mktemp("burst")
     calls: list[tuple[str, Any, dict[str, Any]]] = [
-        ("matches", scenarios.matches, {"first": 0, "count": 24}),
-        ("integers", scenarios.integers, {"first": 0, "count": 16}),
+        ("matches", scenarios.matches, {"first": 0, "count": 16}),
+        ("integers", scenarios.integers, {"first": 0, "count": 10}),
         *(
             (name, scenarios.replans, {"path": str(folder / name), "optimizer": name, "plans": GROWS_AND_SHRINKS})
             for name in scenarios.OPTIMIZERS
@@ -41,8 +41,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def eight() -> list[list[Any]]:
     calls: list[tuple[Any, dict[str, Any]]] = [
-        (scenarios.matches, {"first": EIGHT, "count": 4}),
-        (scenarios.integers, {"first": EIGHT, "count": 4}),
+        (scenarios.matches, {"first": EIGHT, "count": 3}),
+        (scenarios.integers, {"first": EIGHT, "count": 3}),
     ]
     return run_all(calls, ranks=8, timeout=200)
 
