@@ -12,6 +12,7 @@ import dovetail
 
 def test_the_public_names_are_these() -> None:
     assert dovetail.__all__ == [
+        "Burst",
         "DistributedDataParallel",
         "Error",
         "InputError",

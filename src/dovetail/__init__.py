@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .core.store import read, write
     from .core.timeline import Timeline
     from .planning import compare, plan
+    from .train.burst import Burst
     from .train.ddp import DistributedDataParallel
     from .train.sharded import optimizer
     from .train.tuner import Tuning
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Burst": "train.burst",
     "DistributedDataParallel": "train.ddp",
     "Error": "core.errors",
     "InputError": "core.errors",
@@ -45,6 +47,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "Burst",
     "DistributedDataParallel",
     "Error",
     "InputError",

@@ -34,11 +34,15 @@ def profile(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps for each batch.")] = 20,
     name: Annotated[str | None, typer.Option(help="The profile's name; default: the model's.")] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Also find out where the model branches, for `dovetail plan --burst`.")
+    ] = False,
     json: shell.Json = False,
 ) -> None:
     """Measure a model: the time of every layer, and when each gradient is ready."""
     from dovetail import measure
     from dovetail.core import store
+    from dovetail.core.errors import Error
     from dovetail.view import tables
 
     sizes = sorted({batch, *inputs.counts(batches)}) if batches else None
@@ -54,6 +58,14 @@ def profile(
             name=name or workload.name,
             progress=tell,
         )
+        if graph:
+            from dovetail.measure.graph import input_names, with_graph
+
+            try:
+                fills = input_names(workload.model, workload.make_batch(1))
+                found = with_graph(found, workload.model, inputs=fills)
+            except Error as e:
+                shell.say(f"note: {e}")
     store.write(output, found)
     shell.wrote(output)
     if json:

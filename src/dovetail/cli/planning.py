@@ -44,9 +44,13 @@ class PlanCommand(TyperCommand):
 
 def plan(
     profile: ProfileFile,
-    network: Annotated[str, typer.Argument(metavar="net.json", help=NETWORK)],
+    network: Annotated[
+        str | None, typer.Argument(metavar="net.json", help=f"{NETWORK} With --burst it may be left out: NVLink.")
+    ] = None,
     workers: Workers = None,
-    batch: Batch = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Local batch, with --burst the global one; default: the profile's own.")
+    ] = None,
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="The policy to use; `auto` chooses a robust one no slower than ddp.")
     ] = "auto",
@@ -57,10 +61,49 @@ def plan(
     output: Annotated[Path, typer.Option("-o", "--output", dir_okay=False, help="Where to write the plan.")] = Path(
         "plan.json"
     ),
+    burst: Annotated[
+        bool, typer.Option("--burst", help="Plan how many devices each layer gets, for a fixed global batch.")
+    ] = False,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="--burst: devices the job may use; default: the network's ranks, or 8.")
+    ] = None,
+    amplification: Annotated[
+        float | None, typer.Option(min=1, help="--burst: most device-time, in multiples of one device's.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0, metavar="GIB", help="--burst: most memory of a rank, in GiB.")
+    ] = None,
+    task: Annotated[
+        float,
+        typer.Option(min=0, metavar="MS", help="--burst: a background task; shorter gaps are worthless."),
+    ] = 0.5,
     png: Png = None,
     json: shell.Json = False,
 ) -> None:
-    """Compare every policy for a job on a network, choose one, explain it, and write the plan."""
+    """Compare every policy for a job on a network, choose one, explain it, and write the plan.
+
+    With --burst: how many devices each layer should get, the trade-off between time and device-time, what it frees.
+    """
+    if burst:
+        from . import bursting
+
+        bursting.plan(
+            profile,
+            network,
+            devices=devices,
+            batch=batch,
+            amplification=amplification,
+            memory_gib=memory,
+            task_ms=task,
+            output=output,
+            png=png,
+            json=json,
+        )
+        return
+    if devices or amplification or memory:
+        raise typer.BadParameter("--devices, --amplification and --memory belong to --burst")
+    if network is None:
+        raise typer.BadParameter("missing, expected a network file or a preset such as 10gbe-16", param_hint="net.json")
     from dovetail import planning
     from dovetail.core import store
     from dovetail.view import explain, tables

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
 from .store import Bytes, Name, Noun, Record, Seconds
 
-SpanKind = Literal["forward", "backward", "communication", "optimizer", "wait", "task", "lease"]
+SpanKind = Literal["forward", "backward", "communication", "optimizer", "wait", "idle", "task", "lease"]
 
 
 class Span(Record, frozen=True, kw_only=True):
@@ -82,3 +83,22 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
             total += stop - max(start, end)
             end = stop
     return total
+
+
+def idle_gaps(spans: Iterable[Span], devices: Sequence[str], *, until: float) -> list[Span]:
+    """The time from 0 to `until` in which nothing of `spans` happens on a device: what others may use.
+
+    A device is the part of a track's name before the slash; its gaps are spans on its compute track.
+    """
+    busy: dict[str, list[tuple[float, float]]] = {device: [] for device in devices}
+    for s in spans:
+        if s.kind not in ("wait", "idle"):
+            busy.setdefault(s.track.partition("/")[0], []).append((s.start, s.stop))
+    gaps = []
+    for device in devices:
+        at = 0.0
+        for start, stop in [*sorted(busy[device]), (until, until)]:
+            if start > at:
+                gaps.append(Span(track=f"{device}/compute", name="idle", kind="idle", start=at, stop=start))
+            at = max(at, stop)
+    return gaps

@@ -25,6 +25,7 @@ LOOKS: dict[str, Look] = {
     "exposed": Look("#d55e00", "█", "#", "exposed", "communication, exposed"),
     "optimizer": Look("#009e73", "▓", "+", "optimizer", "optimizer"),
     "wait": Look("#bbbbbb", "·", ".", "waiting", "waiting"),
+    "idle": Look("#bbbbbb", "_", "_", "idle", "idle, free for other jobs"),
     "task": Look("#0072b2", "▒", "=", "task", "task of a job"),
     "lease": Look("#56b4e9", "░", "-", "lease", "lease of a device"),
 }

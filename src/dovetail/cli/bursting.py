@@ -1,0 +1,57 @@
+"""`dovetail plan --burst`: how many devices each layer should get, and what that would free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import inputs, shell
+
+GIB = 2**30
+
+
+def plan(
+    profile: Path,
+    network: str | None,
+    *,
+    devices: int | None,
+    batch: int | None,
+    amplification: float | None,
+    memory_gib: float | None,
+    task_ms: float,
+    output: Path,
+    png: Path | None,
+    json: bool,
+) -> None:
+    """Without a network, links are those of one server with NVLink, as published."""
+    from dovetail.core import store
+    from dovetail.planning.burst import BurstPlanner
+    from dovetail.planning.burst_cost import Links, NetworkLinks, ProfileCost
+    from dovetail.view import burst
+
+    job = inputs.read_profile(profile)
+    net = inputs.read_network(network) if network else None
+    wires = NetworkLinks(net) if net else Links()
+    count = devices or (net.ranks if net else 8)
+    planner = BurstPlanner(
+        job,
+        ProfileCost(job, batch or job.batch, wires),
+        count,
+        memory=None if memory_gib is None else int(memory_gib * GIB),
+        network=net.name if net else "nvlink (published figures)",
+    )
+    with shell.working("planning", brief=True):
+        found = burst.study(planner, amplification=amplification, task=task_ms * 1e-3)
+        lines = burst.sentences(found)
+    if png:
+        burst.burst_png(found, png)
+        shell.wrote(png)
+    store.write(output, found.chosen.plan)
+    shell.wrote(output)
+    if json:
+        plans = [
+            {**shell.builtins(r.plan), "free_devices": r.free, "useful_devices": r.useful, "name": burst.name(r.plan)}
+            for r in found.rows
+        ]
+        shell.emit({"chosen": found.chosen.plan.policy, "written": str(output), "explanation": lines, "plans": plans})
+    else:
+        shell.show(burst.table(found), "", *lines)

@@ -1,0 +1,208 @@
+"""What burst plans say: the trade-off as a table, in sentences and as a picture. Everything here is predicted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from dovetail.core.burst import BurstPlan
+from dovetail.core.errors import Error
+from dovetail.planning.burst import BurstPlanner
+from dovetail.planning.burst_background import LIMITS, background
+
+from . import units
+from .palette import MARKERS, SERIES
+from .png import _clean, _figure, _save
+from .tables import _table
+
+SHOWN = (1.1, 1.25, 1.5, 2.0, 3.0)
+"""Limits on total device-time that get a row of the table."""
+NOTHING = 0.02
+"""Differences below two per cent are called none: layer times are not known better."""
+WORTH = 0.1
+"""Of the speed, or of the devices, from which on a gain is worth another way of training."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan and what it leaves to others."""
+
+    plan: BurstPlan
+    free: float
+    """Devices, on average over an iteration."""
+    useful: float
+    """The same, counting only gaps that background tasks fit into."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Plans side by side for one job."""
+
+    planner: BurstPlanner
+    chosen: Row
+    rows: list[Row]
+    """Data parallelism first, then what others would do, then burst plans."""
+    task: float
+    """Seconds of a background task."""
+
+    def row(self, policy: str) -> Row | None:
+        return next((r for r in self.rows if r.plan.policy == policy), None)
+
+
+def study(planner: BurstPlanner, *, amplification: float | None = None, task: float = 0.0) -> Study:
+    """Data parallelism on 1, 2, 4, … devices, DeepPool's rule where it applies, and burst plans along the front."""
+
+    def row(plan: BurstPlan) -> Row:
+        left = background(planner, plan.counts, task=task)
+        return Row(plan, planner.devices - plan.prediction.device_time / (plan.prediction.iteration or 1), left.devices)
+
+    widest = min(planner.devices, planner.cost.batch)
+    numbers = [*(2**i for i in range(widest.bit_length()) if 2**i < widest), widest]
+    plans = [planner.policy(f"dp:{g}") for g in numbers]
+    with contextlib.suppress(Error):  # in a graph with branches: its rule knows chains only
+        plans.append(planner.policy("deeppool", amplification=amplification))
+    chosen = planner.fastest(amplification=amplification)
+    burst = planner.tradeoff([a for a in SHOWN if amplification is None or a < amplification])
+    found = [chosen, *(p for p in burst if p.counts != chosen.counts)]
+    found.sort(key=lambda p: p.prediction.iteration)
+    rows = [row(p) for p in [*plans, *found]]
+    return Study(planner, next(r for r in rows if r.plan is chosen), rows, task)
+
+
+def table(found: Study) -> RenderableType:
+    devices = found.planner.devices
+    base = next(r for r in reversed(found.rows) if r.plan.policy.startswith("dp:")).plan
+    columns = ["   plan", ">iteration", ">speed", ">device-time", f">free of {devices:,}"]
+    made = _table(*columns, *([">in tasks"] if found.task else []), ">stages")
+    for r in found.rows:
+        p, mark = r.plan.prediction, r is found.chosen
+        row = [f"{'->' if mark else '  '} {name(r.plan)}", units.seconds(p.iteration)]
+        row += [f"{base.prediction.iteration / p.iteration:.2f}x", f"{p.amplification:.2f}x", f"{r.free:.1f}"]
+        row += [f"{r.useful:.1f}"] if found.task else []
+        made.add_row(*row, str(len(r.plan.stages())), style="bold" if mark else "")
+    note = f"speed against {base.policy}; device-time against one device; free devices on average"
+    note += f", and in gaps that tasks of {units.seconds(found.task)} fill" if found.task else ""
+    return Group(made, Text(note, style="dim"))
+
+
+def stages(plan: BurstPlan) -> RenderableType:
+    """A plan's runs of layers with one device count."""
+    p = plan.prediction
+    lines = [
+        f"burst plan {plan.policy} for {plan.profile} on {plan.network}: global batch {plan.batch}, up to "
+        f"{units.count(plan.devices, 'device')}",
+        f"predicted iteration {units.seconds(p.iteration)}, device-time {units.seconds(p.device_time)} "
+        f"({p.amplification:.2f}x one device), {units.size(p.memory)} on rank 0",
+    ]
+    made = _table(">stage", ">devices", ">layers", "first", "last")
+    for i, (first, stop, devices) in enumerate(plan.stages()):
+        made.add_row(str(i), f"{devices:,}", str(stop - first), plan.layers[first], plan.layers[stop - 1])
+    return Group(*map(Text, lines), made)
+
+
+def name(plan: BurstPlan) -> str:
+    kind, _, limit = plan.policy.partition(":")
+    if kind == "fastest":
+        return f"burst <={limit}x" if limit else "burst fastest"
+    return plan.policy
+
+
+def sentences(found: Study) -> list[str]:
+    """Whether the layers are uneven enough, what it would gain and what it would free."""
+    planner, devices = found.planner, found.planner.devices
+    best = min((r.plan for r in found.rows if r.plan.policy.startswith("dp:")), key=lambda p: p.prediction.iteration)
+    fastest, one = planner.fastest().prediction, planner.one_device
+    gain = best.prediction.iteration / fastest.iteration - 1 if fastest.iteration else 0.0
+    lines = [
+        f"{planner.profile.name} at a global batch of {planner.cost.batch} on up to {units.count(devices, 'device')}, "
+        f"{planner.network}: one device computes for {units.seconds(one)} per iteration. Predicted; nothing ran.",
+        f"The fastest plan takes {units.seconds(fastest.iteration)}, "
+        + (f"{gain:.0%} faster than" if gain >= NOTHING else "no faster than")
+        + f" {best.policy} ({units.seconds(best.prediction.iteration)}), the fastest data-parallel one.",
+    ]
+    freed = [_freed(planner, r.plan) for r in found.rows if r.plan.policy.startswith("dp:") and r.plan.counts[0] > 1]
+    most = max(freed, key=lambda f: f[1] - f[2], default=None)
+    more = (most[1] - most[2]) / devices if most is not None else 0.0
+    if most is not None and more >= NOTHING:
+        plan, burst, static = most
+        lines.append(
+            f"At the speed of {plan.policy} ({units.seconds(plan.prediction.iteration)}) burst leaves {burst:.1f} of "
+            f"{devices} devices to others, a static partition {static:.1f}."
+        )
+    if max(gain, more) < NOTHING:
+        lines.append("Not worth bursting: a static partition (data-parallel on fewer devices) gives the same.")
+    elif max(gain, more) < WORTH:
+        lines.append(
+            "Hardly worth bursting: a static partition (data-parallel on fewer devices) gives nearly the same."
+        )
+    else:
+        lines.append("Worth bursting: its layers are uneven.")
+    return lines + _doubts(planner, found.chosen.plan)
+
+
+def _freed(planner: BurstPlanner, dp: BurstPlan) -> tuple[BurstPlan, float, float]:
+    """(a data-parallel plan, devices that burst frees at its speed, devices that a static partition frees)."""
+    p = planner.cheapest(iteration=dp.prediction.iteration).prediction
+    # An iteration that is shorter than it has to be leaves the rest of the time free as well.
+    return dp, planner.devices - p.device_time / dp.prediction.iteration, float(planner.devices - dp.counts[0])
+
+
+def _doubts(planner: BurstPlanner, plan: BurstPlan) -> list[str]:
+    """Where the plan rests on local batches that were not measured."""
+    measured = sorted({t.batch for layer in planner.profile.layers for t in layer.times})
+    needed = sorted({-(-plan.batch // g) for g in plan.counts} | {plan.batch})
+    if needed[0] >= measured[0] and needed[-1] <= measured[-1]:
+        return []
+    return [
+        f"Layer times beyond the measured local batches ({measured[0]} to {measured[-1]}) are extrapolated; this plan "
+        f"needs {needed[0]} to {needed[-1]}: profile those with `dovetail profile --batches`."
+    ]
+
+
+def burst_png(found: Study, path: str | Path) -> None:
+    """Left: iteration time against device-time, the front and what others would do. Right: devices of every layer."""
+    figure = _figure(11.0, 4.6)
+    trade, layers = figure.subplots(1, 2)
+    planner = found.planner
+    front = planner.tradeoff(LIMITS)
+    _draw(trade, front, "burst (points of the exact front)", 0, line=True)
+    _draw(trade, [r.plan for r in found.rows if r.plan.policy.startswith("dp:")], "data-parallel", 1, line=True)
+    others = [r.plan for r in found.rows if r.plan.policy.split(":")[0] not in ("dp", "fastest")]
+    if others:
+        _draw(trade, others, others[0].policy, 2, line=False)
+    chosen = found.chosen.plan
+    trade.plot(*_at(chosen), "*", color="black", markersize=13, label=f"chosen: {name(chosen)}", zorder=5)
+    trade.set_xlabel("iteration (ms)")
+    trade.set_ylabel("device-time (times one device)")
+    trade.set_ylim(bottom=0)
+    trade.set_xlim(left=0)
+    trade.grid(color="#dddddd", linewidth=0.6)
+    trade.legend(frameon=False, fontsize=8)
+    layers.bar(range(len(chosen.counts)), chosen.counts, width=1.0, color=SERIES[0], edgecolor="white", linewidth=0.3)
+    layers.set_ylim(0, planner.devices * 1.05)
+    layers.set_xlabel("layer, in execution order")
+    layers.set_ylabel(f"devices of {planner.devices}")
+    for axis in (trade, layers):
+        _clean(axis)
+    title = f"predicted: {planner.profile.name}, global batch {planner.cost.batch}, up to {planner.devices} devices, "
+    figure.suptitle(title + planner.network, x=0.01, ha="left", fontsize=11)
+    _save(figure, path)
+
+
+def _at(plan: BurstPlan) -> tuple[float, float]:
+    return plan.prediction.iteration * 1e3, plan.prediction.amplification
+
+
+def _draw(axis: Any, plans: Sequence[BurstPlan], label: str, series: int, *, line: bool) -> None:
+    x, y = zip(*map(_at, plans), strict=True)
+    style = "-" if line else ""
+    axis.plot(x, y, MARKERS[series] + style, color=SERIES[series], markersize=5, linewidth=1.2, label=label)
+    if label == "data-parallel":
+        for plan, a, b in zip(plans, x, y, strict=True):
+            axis.annotate(f" {plan.counts[0]}", (a, b), fontsize=8, color=SERIES[series])
