@@ -24,7 +24,9 @@ class WorkerPrediction(Record, frozen=True, kw_only=True):
     activations: Bytes
     """Kept for backward."""
     sent: Bytes
-    """Gradients and results it puts on the wire."""
+    """Gradients and results it puts on the wire; copies that others relay for it count as its own."""
+    memory: Bytes = 0
+    """At most held at once: weights, gradients, the optimiser's state and activations."""
 
 
 class Phase(Record, frozen=True, kw_only=True):

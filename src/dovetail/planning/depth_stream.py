@@ -1,8 +1,8 @@
 """Gradient merging for partial backpropagation: which gradients of a segment travel together.
 
 Gradients leave in the order of the segments, the last first. A gradient is ready when the slowest of its segment's
-contributors has it, and a bucket never spans two segments, whose contributors differ. What a bucket of n bytes with c of
-k contributors costs is an all-reduce of the bytes that it really puts on the wire, (c + k − 2)n / 2(k − 1).
+contributors has it, and a bucket never spans two segments, whose contributors differ. What a bucket of n bytes with c
+of k contributors costs is an all-reduce of the bytes that it really puts on the wire, (c + k − 2)n / 2(k − 1).
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ def depth_stream(plan: DepthPlan, profile: Profile, *, phase: int = 0) -> tuple[
     order = sorted(range(len(profile.tensors)), key=lambda i: (last - home[profile.tensors[i].layer], i))
     segments = [home[profile.tensors[i].layer] for i in order]
     k, batches = plan.workers, plan.phases[phase].batches
-    ready_at = {b: (profile.forward_time(b), profile.ready_times(b)) for b in set(batches)}
+    at_batch = {b: (profile.forward_time(b), profile.ready_times(b)) for b in set(batches)}
+    # A worker for which another time is predicted than the profile's has a device of another speed.
+    slowness = [
+        p.forward / at_batch[b][0] if p.forward and at_batch[b][0] else 1.0
+        for p, b in zip(plan.phases[phase].workers, batches, strict=True)
+    ]
     ready: list[float] = []
     sizes: list[int] = []
     for i, segment in zip(order, segments, strict=True):
         contributors = plan.contributors(phase, segment)
-        slowest = max(ready_at[batches[w]][0] + ready_at[batches[w]][1][i] for w in contributors)
+        slowest = max(slowness[w] * (at_batch[batches[w]][0] + at_batch[batches[w]][1][i]) for w in contributors)
         ready.append(max(slowest, ready[-1] if ready else 0.0))
         share = (len(contributors) + k - 2) / (2 * (k - 1)) if k > 1 else 1.0
         sizes.append(round(profile.tensors[i].bytes * share))
@@ -44,7 +49,10 @@ def depth_stream(plan: DepthPlan, profile: Profile, *, phase: int = 0) -> tuple[
     breaks |= {
         at for at, (a, b) in enumerate(pairwise(order), start=1) if profile.tensors[a].dtype != profile.tensors[b].dtype
     }
-    backward = max(forward + profile.backward_time(b) * _share(plan, phase, b) for b, (forward, _) in ready_at.items())
+    backward = max(
+        slowness[w] * (at_batch[b][0] + profile.backward_time(b) * d / len(plan.segments))
+        for w, (d, b) in enumerate(zip(plan.phases[phase].depths, batches, strict=True))
+    )
     return Stream(
         ready=tuple(ready), sizes=tuple(sizes), breaks=frozenset(breaks), backward=max(backward, ready[-1])
     ), order
@@ -59,10 +67,3 @@ def buckets(
     cuts = policies.parse(policy).choose(stream, cost)
     names = [profile.tensors[i].name for i in order]
     return tuple(tuple(names[a:b]) for a, b in pairwise([0, *cuts]))
-
-
-def _share(plan: DepthPlan, phase: int, batch: int) -> float:
-    """The deepest part of backward that a worker with this batch does."""
-    chosen = plan.phases[phase]
-    deepest = max(d for d, b in zip(chosen.depths, chosen.batches, strict=True) if b == batch)
-    return deepest / len(plan.segments)
