@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 P = TypeVar("P", "Profile", "Network")
 
 # `store.encode` writes kind, version and (profiles, networks, timelines) name first: enough to know a file by.
-_HEAD = re.compile(r'\s*\{\s*"kind":\s*"(\w+)"')
+_HEAD = re.compile(r'\s*\{\s*"kind":\s*"([\w-]+)"')
 
 
 def counts(text: str) -> list[int]:
@@ -110,20 +110,21 @@ def network_of(path: Path, plan: Plan) -> Network:
 def read_any(path: Path) -> Noun:
     """The noun in a file, whichever it is."""
     from dovetail.core import store
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.errors import InputError
     from dovetail.core.network import Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
     from dovetail.core.timeline import Timeline
 
-    nouns: dict[str, type[Noun]] = {n.kind: n for n in (Profile, Network, Plan, Timeline)}
+    nouns: dict[str, type[Noun]] = {n.kind: n for n in (Profile, Network, Plan, DepthPlan, Timeline)}
     kind = _kind(path)
     if kind is None:
         # Reading it as any noun says what is wrong with a file that is missing, cut off or no JSON object.
         return store.read(path, Profile)
     if kind not in nouns:
         got = f"got {kind!r}" if kind else "missing"
-        raise InputError(path, "kind", f"expected 'profile', 'network', 'plan' or 'timeline', {got}")
+        raise InputError(path, "kind", f"expected 'profile', 'network', 'plan', 'depth-plan' or 'timeline', {got}")
     return store.read(path, nouns[kind])
 
 

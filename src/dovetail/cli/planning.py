@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from . import inputs, shell
+
+if TYPE_CHECKING:
+    from dovetail.core.depth import DepthPlan
+    from dovetail.core.network import Network
+    from dovetail.core.profile import Profile
 
 ProfileFile = Annotated[Path, typer.Argument(metavar="job.json", help="A profile, from `dovetail profile`.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Ranks to plan for; default: the network's own.")]
@@ -21,10 +26,13 @@ class PlanCommand(TyperCommand):
     """Its help lists the policies there are."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from dovetail.planning import depth
         from dovetail.planning.policies import described
 
         with formatter.section("Policies"):
             formatter.write_dl(described())
+        with formatter.section("Policies of partial backpropagation (--spb)"):
+            formatter.write_dl(depth.described())
 
 
 def plan(
@@ -35,21 +43,38 @@ def plan(
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="The policy to use; `auto` chooses a robust one no slower than ddp.")
     ] = "auto",
-    output: Annotated[Path, typer.Option("-o", "--output", dir_okay=False, help="Where to write the plan.")] = Path(
-        "plan.json"
-    ),
+    spb: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan partial backpropagation instead and write a depth plan."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", dir_okay=False, help="Where to write the plan; default: plan.json (--spb: depth.json)."
+        ),
+    ] = None,
     png: Png = None,
     json: shell.Json = False,
 ) -> None:
-    """Compare every policy for a job on a network, choose one, explain it, and write the plan."""
+    """Compare every policy for a job on a network, choose one, explain it, and write the plan.
+
+    Below the ways of merging gradients stands what partial backpropagation would save.
+    """
     from dovetail import planning
     from dovetail.core import store
+    from dovetail.planning import depth
+    from dovetail.view import depth as depth_view
     from dovetail.view import explain, tables
 
     job, net = inputs.read_profile(profile), inputs.read_network(network)
+    if spb is not None:
+        _plan_depth(job, net, spb, workers=workers, batch=batch, output=output or Path("depth.json"), json=json)
+        return
+    output = output or Path("plan.json")
     with shell.working("planning", brief=True):
         chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy)
         compared = planning.compare(job, net, workers=workers, batch=batch)
+        partial = depth.compare(job, net, workers=workers, batch=batch) if chosen.workers > 1 else []
     if all(p.policy != chosen.policy for p in compared):
         compared = [chosen, *compared]
     if png:
@@ -62,9 +87,42 @@ def plan(
     sentences = explain.explain(chosen, compared, net)
     if json:
         plans = [shell.builtins(p) for p in tables.by_promise(compared)]
-        shell.emit({"chosen": chosen.policy, "written": str(output), "explanation": sentences, "plans": plans})
+        result = {"chosen": chosen.policy, "written": str(output), "explanation": sentences, "plans": plans}
+        shell.emit(result | {"partial": [_saving(p) for p in partial]})
     else:
-        shell.show(tables.plans(compared, chosen=chosen), "", *sentences)
+        savings = ["", depth_view.savings(partial)] if partial else []
+        shell.show(tables.plans(compared, chosen=chosen), "", *sentences, *savings)
+
+
+def _plan_depth(
+    job: Profile, net: Network, policy: str, *, workers: int | None, batch: int | None, output: Path, json: bool
+) -> None:
+    """`dovetail plan --spb`: a depth plan beside what other policies would save."""
+    from dovetail.core import store
+    from dovetail.planning import depth
+    from dovetail.view import depth as view
+
+    with shell.working("planning", brief=True):
+        chosen = depth.plan(job, net, workers=workers, batch=batch, policy=policy)
+        compared = depth.compare(job, net, workers=workers, batch=batch)
+    if all(p.policy != chosen.policy for p in compared):
+        compared = [chosen, *compared]
+    store.write(output, chosen)
+    shell.wrote(output)
+    if json:
+        plan = shell.builtins(chosen)
+        shell.emit({"chosen": policy, "written": str(output), "plan": plan, "partial": [_saving(p) for p in compared]})
+    else:
+        shell.show(view.depths(chosen), "", view.savings(compared, chosen=chosen), "", *view.advice(chosen))
+
+
+def _saving(plan: DepthPlan) -> dict[str, Any]:
+    """A policy of partial backpropagation and the shares that it saves."""
+    from dataclasses import asdict
+
+    from dovetail.simulate.depth import savings
+
+    return {"policy": plan.policy, "saves": asdict(savings(plan))}
 
 
 def simulate(

@@ -71,10 +71,11 @@ def _draw(png: Path, timelines: Sequence[Timeline], plans: Sequence[tuple[Path, 
 
 
 def _show(nouns: Sequence[Noun], timelines: Sequence[Timeline], compared: Comparison | None) -> None:
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.network import Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
-    from dovetail.view import tables
+    from dovetail.view import depth, tables
     from dovetail.view.timeline import TimelineView
 
     parts: list[Any] = []
@@ -85,6 +86,8 @@ def _show(nouns: Sequence[Noun], timelines: Sequence[Timeline], compared: Compar
             parts.append(tables.network(noun))
         elif isinstance(noun, Plan):
             parts.append(tables.buckets(noun))
+        elif isinstance(noun, DepthPlan):
+            parts += [depth.depths(noun), depth.savings([noun])]
     if timelines:
         parts.append(TimelineView(timelines))
     if compared:
