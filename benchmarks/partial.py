@@ -96,10 +96,13 @@ def count(model: nn.Module, batch: Any, loss: Any, plan: DepthPlan, reach: int) 
 
     segments.freeze(reach)
     try:
-        with FlopCounterMode(display=False) as forward, segments.aliases():
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                out = model(**batch) if isinstance(batch, dict) else model(batch)
-                value = loss(out) if loss else out["loss"]
+        with (
+            FlopCounterMode(display=False) as forward,
+            segments.aliases(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        ):
+            out = model(**batch) if isinstance(batch, dict) else model(batch)
+            value = loss(out) if loss else out["loss"]
         with FlopCounterMode(display=False) as backward:
             value.backward()
     finally:

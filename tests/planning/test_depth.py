@@ -140,7 +140,7 @@ def test_deepened_depths_reach_every_segment_in_the_shortest_time_and_leave_no_d
 
 @pytest.mark.parametrize(("workers", "saved"), [(2, 1 / 6), (4, 0.25), (8, 7 / 24)])
 def test_the_ladder_saves_what_the_closed_form_says(workers: int, saved: float) -> None:
-    made = savings(plan(even(24), workers=workers, policy="ladder"))
+    made = savings(plan(even(24, nbytes=840), workers=workers, policy="ladder"))
     assert made.compute == pytest.approx(saved) == pytest.approx((workers - 1) / (3 * workers))
     assert made.backward == pytest.approx((workers - 1) / (2 * workers))
     assert made.activations == pytest.approx((workers - 1) / (2 * workers))
@@ -183,7 +183,7 @@ def test_late_policies_begin_at_full_depth() -> None:
     assert savings(late).compute == pytest.approx(0.125)
     quarter = plan(even(), workers=4, policy="late-ladder:0.75")
     assert savings(quarter).compute == pytest.approx(0.0625)
-    assert savings(quarter).sent == pytest.approx(0.0625)
+    assert savings(quarter).sent == pytest.approx(0.0625, abs=1e-4)
     assert of_phase(quarter, 1).compute == pytest.approx(0.25)
 
 

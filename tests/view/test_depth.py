@@ -49,7 +49,7 @@ def test_plan_lists_what_partial_backpropagation_would_save(folder: Path) -> Non
     done = run("plan", folder / "job.json", folder / "net.json", "--workers", "4", "-o", folder / "plan.json")
     assert done.exit_code == 0
     assert "balanced" in done.stdout and "late-ladder" in done.stdout
-    done = run("plan", folder / "job.json", folder / "net.json", "--workers", 4, "-o", folder / "plan.json", "--json")
+    done = run("plan", folder / "job.json", folder / "net.json", "--workers", "4", "-o", folder / "plan.json", "--json")
     saved = {p["policy"]: p["saves"] for p in json.loads(done.stdout)["partial"]}
     assert saved["ladder"]["sent"] == pytest.approx(0.25, abs=0.05)
     assert saved["full"]["compute"] == 0
@@ -57,7 +57,7 @@ def test_plan_lists_what_partial_backpropagation_would_save(folder: Path) -> Non
 
 def test_plan_writes_a_depth_plan_that_view_reads(folder: Path) -> None:
     out = folder / "depth.json"
-    done = run("plan", folder / "job.json", folder / "net.json", "--workers", 4, "--spb", "balanced", "-o", out)
+    done = run("plan", folder / "job.json", folder / "net.json", "--workers", "4", "--spb", "balanced", "-o", out)
     assert done.exit_code == 0 and "workers at full depth" in " ".join(done.stdout.split())
     assert store.read(out, DepthPlan).policy == "balanced"
     assert "1 of 4" in run("view", out).stdout
