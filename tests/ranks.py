@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,7 +27,10 @@ def run_all(
     """Several calls, one after the other, in the same processes: starting those takes longer than most calls do."""
     named = [(f"{function.__module__}:{function.__name__}", given) for function, given in calls]
     results = launch(
-        ["-m", "tests.ranks", json.dumps(named)], ranks=ranks, timeout=timeout, env={"PYTHONPATH": str(ROOT)}
+        ["-m", "tests.ranks", json.dumps(named)],
+        ranks=ranks,
+        timeout=timeout,
+        env={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
     )
     return [r.report for r in results]
 

@@ -157,7 +157,7 @@ def accumulates() -> dict[str, Any]:
 
 
 def mixed_precision() -> dict[str, Any]:
-    """bf16 autocast: single-precision gradients, equal to the oracle's under autocast; an overflow reaches every rank."""
+    """bf16 autocast: gradients in single precision, equal to the oracle's; an overflow reaches every rank."""
     k, rank = dist.get_world_size(), dist.get_rank()
     ours = partial("transformer", list(range(1, k + 1)), dtype=torch.float32)
     data = [inputs("transformer", 4, w) for w in range(k)]
@@ -213,7 +213,6 @@ def stays_out() -> dict[str, Any]:
                     model(inputs("tied", 2, 99))
                 model.train()
                 model(inputs("tied", 3, 98)).sum()  # nobody goes back through this
-                model._samples = 0
             value = loss(model(inputs("tied", 3, 10 * step + rank)))
             value.backward()
             if disturbed:
@@ -334,7 +333,7 @@ def _noise(
 
 
 def slow_for_a_while() -> dict[str, Any]:
-    """The deepest worker's clock runs three times as fast for some steps. Its words are made up; what follows is real."""
+    """The deepest worker says for some steps that it took three times as long; what follows from that is real."""
     k, rank = dist.get_world_size(), dist.get_rank()
     ours = partial("skips", list(range(1, k + 1)), stragglers=Stragglers(slow=1.5, patience=3))
     depths, same = [], True

@@ -111,6 +111,7 @@ class PartialBackprop(nn.Module):
         self._step = 0
         self._seen: set[int] = set()
         self._samples, self._spent, self._last_spent, self._mark = 0, 0.0, 0.0, 0.0
+        self._passed = 0, 0.0
         self._now = self._depths.at(0)
         self._courier.share([*(p.data for p in module.parameters()), *module.buffers()])
         self._listen()
@@ -171,11 +172,10 @@ class PartialBackprop(nn.Module):
                 raise
             why = next(iter(str(e).strip().splitlines()), "no reason given")
             raise Error(f"{self._place()}: {type(e).__name__}: {why}") from e
-        self._samples += _samples(args, kwargs)
         self._armed = self._sync
         self._queued = False
         self._mark = time.perf_counter()
-        self._spent += self._mark - start
+        self._passed = _samples(args, kwargs), self._mark - start
         return output
 
     @contextmanager
@@ -255,6 +255,9 @@ class PartialBackprop(nn.Module):
     def _on_gradient(self, index: int) -> None:
         if not self._queued:
             self._queued = True
+            # Only now: a forward pass that nobody goes back through does not count.
+            self._samples += self._passed[0]
+            self._spent += self._passed[1]
             # FSDP2 and DDP's Python side wait for the end of backward in the same way; torch has no public name for it.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
             if self._armed:
