@@ -57,6 +57,7 @@ def main() -> None:
     options.add_argument("--group", choices=("main", "frontier", "all"), default="main")
     options.add_argument("--only", default="", help="contestants by name, separated by ;")
     options.add_argument("--seeds", default="", help="only these, such as 0,1")
+    options.add_argument("--most", type=int, metavar="N", help="end after so many runs")
     options.add_argument("--report", action="store_true", help="run nothing: tables from the output file")
     options.add_argument("--plot", type=Path, metavar="FILE.png")
     args = options.parse_args()
@@ -69,6 +70,8 @@ def main() -> None:
     runs = read(args.out)
     if not runs:
         raise Error(f"{args.out}: expected finished runs, got none")
+    if args.most is not None and not args.report:
+        return
     show(runs)
     if args.plot:
         from partial_report import plot
@@ -95,6 +98,7 @@ def run(args: Any, done: list[dict[str, Any]]) -> None:
             raise Error(f"--tasks: expected some of {', '.join(TASKS)}, got {name!r}")
         seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else range(1 if args.quick else SEEDS[name])
         todo += [(name, c, s) for s in seeds for c in chosen if (name, c.name, s) not in have]
+    todo = todo[: args.most]
     began = time.monotonic()
     for i, (name, contestant, seed) in enumerate(todo):
         try:

@@ -158,7 +158,7 @@ def fashion() -> Task:
         train=(ready["train"], labels["train"]),
         test=(ready["test"], labels["test"]),
         batch=32,
-        steps=1400,
+        steps=1000,
         optimiser=_sgd(0.1),
     )
 
@@ -190,7 +190,7 @@ def text() -> Task:
         train=(encoded, encoded),
         test=(windows[:, :-1], windows[:, 1:]),
         batch=8,
-        steps=1200,
+        steps=800,
         optimiser=_adamw(3e-3),
         clip=1.0,
         window=length,
