@@ -53,8 +53,8 @@ def workload(name: str) -> tuple[nn.Module, Any, Any]:
     """(model, batch, loss); both fit one core."""
     torch.manual_seed(0)
     if name == "transformer":
-        model = zoo.GPT(width=96, depth=8)
-        text = torch.randint(0, 256, (8, model.length + 1))
+        model = zoo.GPT(vocabulary=128, width=128, depth=8)
+        text = torch.randint(0, 128, (8, model.length + 1))
         return model, {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}, None
     return zoo.cnn(), torch.randn(16, 3, 32, 32), zoo.cross_entropy
 
@@ -181,7 +181,8 @@ def wire_checks(cell: dict[str, Any]) -> list[Check]:
     wire, iteration, predicted = cell["wire"], cell["iteration"], cell["predicted"]
     saved = 1 - wire["ladder"] / wire["ddp"]
     sent = cell["predicted_sent"]
-    ratio = iteration["balanced"]["median"] / iteration["ddp"]["median"]
+    # Against the faster of torch's own DDP and full depth with merged gradients.
+    ratio = iteration["balanced"]["median"] / min(iteration[name]["median"] for name in ("ddp", "full"))
     expected = predicted["balanced"] / predicted["full"]
     return [
         Check(

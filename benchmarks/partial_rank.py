@@ -27,7 +27,7 @@ from dovetail.train.partial import PartialBackprop
 
 LAYERS, BATCH = 8, 16
 LAYER_BYTES = 2**20
-FORWARD, BACKWARD = 0.0008, 0.0016
+FORWARD, BACKWARD = 0.0016, 0.0032
 """Seconds of a layer for one sample."""
 POLICIES = ("full", "ladder", "balanced")
 

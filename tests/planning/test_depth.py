@@ -16,10 +16,12 @@ from dovetail.core.depth import DepthPlan
 from dovetail.core.errors import Error, InputError
 from dovetail.core.profile import Profile
 from dovetail.planning.depth import COMPARED, Device, compare, described, plan
-from dovetail.planning.depth_cost import traffic
+from dovetail.planning.depth_cost import Costs, traffic
 from dovetail.planning.depth_stream import depth_stream
+from dovetail.planning.exact import fewest
 from dovetail.planning.segments import partition, segments
 from dovetail.planning.shares import assign, balance, deepen
+from dovetail.planning.stream import objective
 from dovetail.simulate.depth import of_phase, savings
 
 from .oracle import made_network, made_profile
@@ -156,6 +158,25 @@ def test_balanced_batches_shorten_the_iteration_as_the_closed_form_says(workers:
     shares = [1 / (1 + 2 * (i + 1) / workers) for i in range(workers)]
     for batch, share in zip(made.phases[0].batches, shares, strict=True):
         assert batch == pytest.approx(512 * workers * share / sum(shares), abs=1.5)
+
+
+def test_balanced_batches_leave_time_for_what_is_still_to_be_sent() -> None:
+    """Whoever is shallow must be done earlier: after it all gradients down to the input are on their way."""
+    network = made_network(0.0, 2e-3)
+    made = plan(even(24), network, workers=4, policy="balanced", batch=64)
+    shares = plan(even(24), workers=4, policy="balanced", batch=64).phases[0].batches
+    assert made.phases[0].batches[0] < shares[0]
+
+    def predicted(batches: tuple[int, ...]) -> float:
+        costs = Costs(even(24), made.segments, (Device(),) * 4, 2)
+        phase = msgspec.structs.replace(
+            made.phases[0], batches=batches, workers=costs.predict(made.phases[0].depths, batches)
+        )
+        stream, _ = depth_stream(msgspec.structs.replace(made, phases=(phase,)), even(24))
+        return objective(stream, fewest(stream, network.cost(ranks=4)), network.cost(ranks=4))
+
+    assert predicted(made.phases[0].batches) == pytest.approx(made.phases[0].iteration)
+    assert made.phases[0].iteration < predicted(shares)
 
 
 def test_segments_are_of_equal_time_not_of_equal_count() -> None:

@@ -44,6 +44,7 @@ class Setting:
     batch: int
     """Samples per worker if all have the same."""
     min_contributors: int
+    network: Network | None = None
 
     @property
     def workers(self) -> int:
@@ -87,13 +88,32 @@ class Setting:
         return assign(depths, self.seconds, limits=self.limits())
 
     def balanced(self, depths: Sequence[int]) -> tuple[int, ...]:
-        """Local batches with which workers of these depths finish together."""
+        """Local batches with which workers of these depths finish together, what follows them on the wire included.
+
+        A worker's deepest segment is on nobody's way before that worker is done, and gradients leave from the last
+        segment to the first. So after a worker has finished, its deepest segment and all those before it are still to
+        be sent: that much earlier it has to be done.
+        """
         caps = [self.costs.largest(w, d, self.total) for w, d in enumerate(depths)]
-        return balance(partial(_at_depth, self.costs, tuple(depths)), self.total, caps=caps)
+        sending = self._sending(depths)
+        after = [sum(sending[: self.segments - d + 1]) for d in depths]
 
+        def seconds(worker: int, batch: int) -> float:
+            return self.costs.seconds(worker, depths[worker], batch) + after[worker]
 
-def _at_depth(costs: Costs, depths: tuple[int, ...], worker: int, batch: int) -> float:
-    return costs.seconds(worker, depths[worker], batch)
+        return balance(seconds, self.total, caps=caps)
+
+    def _sending(self, depths: Sequence[int]) -> list[float]:
+        """Seconds that each segment is on the wire, as one bucket."""
+        k = self.workers
+        if self.network is None or k < 2:
+            return [0.0] * self.segments
+        cost = self.network.cost("all_reduce", ranks=k)
+        seconds = []
+        for s, n in enumerate(self.costs.segment_bytes):
+            contributors = sum(d >= self.segments - s for d in depths)
+            seconds.append(float(cost(n * (contributors + k - 2) / (2 * (k - 1)))))
+        return seconds
 
 
 Choice = tuple[float, tuple[int, ...], tuple[int, ...]]
@@ -217,7 +237,7 @@ def plan(
     possible = len({t.layer for t in profile.tensors}) if cuts is None else len(cuts) + 1
     found = cut(profile, min(count, possible) if segments is None else segments, cuts=cuts)
     costs = Costs(profile, found, tuple(devices or [Device()] * count), optimiser_copies)
-    setting = Setting(costs, batch or profile.batch, min_contributors)
+    setting = Setting(costs, batch or profile.batch, min_contributors, network)
     even = _phase(costs, _full(setting)[0])
     made = DepthPlan(
         policy=policy,
