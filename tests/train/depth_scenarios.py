@@ -363,3 +363,77 @@ def dies(step_of_death: int, timeout: float) -> str:
             print(f"dovetail: {e}", file=sys.stderr, flush=True)
             os._exit(5)
     return "went on"
+
+
+def merged() -> dict[str, Any]:
+    """Buckets from the merge planner, from a profile of the model on a fast network."""
+    from dovetail import measure
+    from dovetail.planning import depth
+
+    k, rank = dist.get_world_size(), dist.get_rank()
+    model = build("transformer")
+    profile = measure.profile(model, inputs("transformer", 3, 0), steps=2, warmup=1, batches=[3])
+    network = measure.preset("10gbe-2")
+    box = [profile]
+    dist.broadcast_object_list(box, src=0)
+    plan = depth.plan(box[0], network, workers=k, policy="ladder")
+    ours = PartialBackprop(model, plan, guard=None, profile=box[0], network=network, timeout=60)
+    data = [inputs("transformer", 3, w) for w in range(k)]
+    expected = oracle(model, plan, list(range(1, k + 1)), data, [1.0] * k)
+    loss(ours(data[rank])).backward()
+    return {
+        "worst": difference(model, expected),
+        "same": identical(model),
+        "buckets": len(ours._buckets),
+        "sent": [bucket.segment for bucket in ours._buckets],
+    }
+
+
+def launched_early() -> dict[str, Any]:
+    """The deepest worker's first layer waits for the last segment's gradient to be delivered: in vain if it were late."""
+    import threading
+
+    k, rank = dist.get_world_size(), dist.get_rank()
+    ours = partial("skips", list(range(1, k + 1)))
+    delivered = threading.Event()
+    reduce = ours._courier._reduce
+
+    def watched(delivery: Any, bucket: Any, squares: torch.Tensor) -> None:
+        reduce(delivery, bucket, squares)
+        if bucket.segment == k - 1:
+            delivered.set()
+
+    ours._courier._reduce = watched  # type: ignore[method-assign]
+    arrived: list[bool] = []
+    if rank == k - 1:
+        ours.module.scale.register_hook(lambda _: arrived.append(delivered.wait(20)))
+    for step in range(2):
+        delivered.clear()
+        loss(ours(inputs("skips", 3, 10 * step + rank))).backward()
+    return {"arrived": arrived}
+
+
+def phases() -> dict[str, Any]:
+    """Full depth in the first half, the ladder in the second."""
+    import msgspec
+
+    k, rank = dist.get_world_size(), dist.get_rank()
+    model = build("skips")
+    plan = cut(model, inputs("skips", 3, 0), at=cuts("skips", k, 8), depths=list(range(1, k + 1)))
+    late = msgspec.structs.replace(plan.phases[0], begins=0.5)
+    plan = msgspec.structs.replace(plan, phases=(plan.full, late))
+    said = {}
+    try:
+        PartialBackprop(model, plan, guard=None)
+    except Error as e:
+        said["without"] = str(e)
+    ours = PartialBackprop(model, plan, guard=None, steps=6, timeout=60)
+    try:
+        copy.deepcopy(ours)
+    except Error as e:
+        said["copied"] = str(e)
+    depths = []
+    for step in range(6):
+        depths.append(list(ours.depths))
+        loss(ours(inputs("skips", 3, 10 * step + rank))).backward()
+    return {"depths": depths, "same": identical(model), **said}

@@ -212,9 +212,11 @@ class Courier:
     def share(self, buffers: list[torch.Tensor]) -> None:
         """The first rank's buffers, on all ranks, as DDP does."""
         for dtype in dict.fromkeys(b.dtype for b in buffers):
-            same = [b for b in buffers if b.dtype == dtype]
+            same = [b for b in buffers if b.dtype == dtype and b.numel()]
+            if not same:
+                continue
             flat = torch.cat([b.detach().flatten() for b in same])
-            dist.broadcast(flat, src=self._ranks[0], group=self._group)
+            dist.broadcast(flat.view(torch.uint8), src=self._ranks[0], group=self._group)  # gloo knows not every dtype
             for buffer, part in zip(same, flat.split([b.numel() for b in same]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 

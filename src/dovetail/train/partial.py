@@ -25,6 +25,7 @@ from dovetail.planning import depth_stream
 from dovetail.planning.guard import Decision, Guard
 from dovetail.planning.straggler import Pace, Stragglers
 
+from . import scout
 from .contributors import Bucket, Courier, Delivery, Word
 from .depths import Depths
 from .guard import OptimiserMetric, Watch
@@ -50,7 +51,8 @@ class PartialBackprop(nn.Module):
 
     Args:
         module: the model, the same on all ranks; the first rank's parameters and buffers are copied to the others.
-        plan: segments and depths; see `dovetail plan` or `dovetail.train.segments.cut`.
+        plan: segments and depths, from `dovetail plan` or `dovetail.train.segments.cut`. Or a policy's name: then the
+            model is profiled on its first batch. "guard" starts from the ladder; "ladder" is the plain one, unguarded.
         guard: bound and rhythm of the guard; None follows the plan's depths as they stand.
         stragglers: when given, a worker that is slow for a while gets a shallower depth, and gets it back.
         rotate: "data": depths stay and the sampler of `batches()` moves the data; "depth": the depths go round.
@@ -65,7 +67,7 @@ class PartialBackprop(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        plan: DepthPlan,
+        plan: DepthPlan | str,
         *,
         guard: Guard | None = Guard(),
         stragglers: Stragglers | None = None,
@@ -80,40 +82,53 @@ class PartialBackprop(nn.Module):
         super().__init__()
         if not dist.is_initialized():
             raise Error("PartialBackprop: expected ranks that are connected: call init_process_group first")
-        self.module, self.plan, self.steps = module, plan, steps
-        parent = process_group if process_group is not None else dist.group.WORLD
-        k, self.rank = dist.get_world_size(parent), dist.get_rank(parent)
-        if plan.workers != k:
-            raise Error(f"plan for {plan.profile!r} is for {plan.workers} workers: expected {k}, one for each rank")
         if rotate not in ("data", "depth"):
             raise Error(f"rotate: expected 'data' or 'depth', got {rotate!r}")
-        device = next(module.parameters()).device
+        self.module, self.steps = module, steps
+        self.plan: DepthPlan | None = plan if isinstance(plan, DepthPlan) else None
+        self._policy = "" if isinstance(plan, DepthPlan) else plan
+        parent = process_group if process_group is not None else dist.group.WORLD
+        self.workers, self.rank = dist.get_world_size(parent), dist.get_rank(parent)
+        if isinstance(plan, DepthPlan) and plan.workers != self.workers:
+            raise Error(
+                f"plan for {plan.profile!r} is for {plan.workers} workers: expected {self.workers}, one for each rank"
+            )
+        self._guard = None if plan == "ladder" else guard
+        self._stragglers, self._rotate, self._uneven_use = stragglers, rotate, uneven_use
         # A group of our own: what the user does in between must not come between our collectives.
         self._group = dist.new_group(dist.get_process_group_ranks(parent), timeout=timedelta(seconds=timeout))
         keep(self._group)
-        self._courier = Courier(self._group, device=device, timeout=timeout)
+        self._courier = Courier(self._group, device=next(module.parameters()).device, timeout=timeout)
         weakref.finalize(self, self._courier.close)
-        self._agree((store.encode(plan), guard, stragglers, rotate, steps, uneven_use))
-        self._segments = Segments(module, plan)
-        self._depths = self._schedule(guard, stragglers, rotate)
-        chosen = depth_stream.buckets(plan, profile, network) if profile and network else ()
-        self._wish = {name: i for i, names in enumerate(chosen) for name in names}
+        told = store.encode(plan) if isinstance(plan, DepthPlan) else plan
+        self._agree((told, guard, stragglers, rotate, steps, uneven_use))
+        self._courier.share([*(p.data for p in module.parameters()), *module.buffers()])
+        self._sync = True
+        self._now: tuple[int, ...] = ()
+        self._step = 0
+        if isinstance(plan, DepthPlan):
+            self._settle(plan, depth_stream.buckets(plan, profile, network) if profile and network else ())
+        elif profile is not None or network is not None:
+            raise Error("profile, network: expected a plan made from them beside them, got a policy's name")
+
+    def _settle(self, plan: DepthPlan, buckets: Sequence[Sequence[str]] = ()) -> None:
+        """Everything that needs the plan. All ranks come here with the same one."""
+        self.plan = plan
+        self._segments = Segments(self.module, plan)
+        self._depths = self._schedule(plan)
+        self._wish = {name: i for i, names in enumerate(buckets) for name in names}
         self._index = {leaf: i for i, leaf in enumerate(self._segments.leaves)}
         self._bucket_leaves(self._segments.leaves)
         self._metric = OptimiserMetric([leaf.parameter for leaf in self._segments.leaves])
-        self._uneven_use = uneven_use
         self._checked: set[tuple[int, ...]] = set()
         self._moving: list[torch.Tensor] | None = None
         self._before: dict[str, torch.Tensor] = {}
-        self._sync = True
         self._armed = self._queued = False
         self._delivery: Delivery | None = None
-        self._step = 0
         self._seen: set[int] = set()
         self._samples, self._spent, self._last_spent, self._mark = 0, 0.0, 0.0, 0.0
         self._passed = 0, 0.0
-        self._now = self._depths.at(0)
-        self._courier.share([*(p.data for p in module.parameters()), *module.buffers()])
+        self._now = self._previous = self._depths.at(0)
         self._listen()
 
     @property
@@ -129,18 +144,23 @@ class PartialBackprop(nn.Module):
     @property
     def decisions(self) -> list[Decision]:
         """What the guard saw and decided, the oldest first."""
-        return list(self._depths.watch.decisions) if self._depths.watch else []
+        watch = self._depths.watch if self.plan else None
+        return list(watch.decisions) if watch else []
 
     def batches(self, data: Sized, *, shuffle: bool = True, seed: int = 0) -> RotatingBatches:
         """Batches of this rank, by the plan: `DataLoader(data, batch_sampler=model.batches(data))`."""
+        if self.plan is None:
+            raise Error("batches: the plan is made on the first batch: give a plan to let it make the batches")
         return RotatingBatches(data, self.plan, rank=self.rank, steps=self.steps, shuffle=shuffle, seed=seed)
 
     def explain(self) -> str:
         """Where the workers stand and what the guard decided last, in a few lines."""
+        if self.plan is None:
+            return f"partial backpropagation, {self.workers} workers: the plan ({self._policy}) follows the first batch"
         layers, segments = self.plan.layers, self.plan.segments
         cuts = ", ".join(layers[s.start] for s in segments)
         lines = [
-            f"partial backpropagation, {self.plan.workers} workers, {len(segments)} segments from {cuts}",
+            f"partial backpropagation, {self.workers} workers, {len(segments)} segments from {cuts}",
             f"step {self._step}: depths {' '.join(map(str, self._now))}",
         ]
         watch = self._depths.watch
@@ -155,6 +175,8 @@ class PartialBackprop(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        if self.plan is None:
+            self._settle(scout.first_plan(self.module, args, kwargs, policy=self._policy, group=self._group))
         if self._delivery is not None:
             raise Error(f"step {self._step}: its backward pass did not end: training cannot go on from here")
         depth = self._now[self.rank]
@@ -187,7 +209,11 @@ class PartialBackprop(nn.Module):
         finally:
             self._sync = before
 
+    def __getstate__(self) -> Any:
+        raise Error("PartialBackprop: holds a thread and a process group, which cannot be copied: copy its `module`")
+
     def _place(self) -> str:
+        assert self.plan is not None
         depth, count = self._now[self.rank], self._segments.count
         first = self.plan.layers[self.plan.segments[count - depth].start]
         return f"rank {self.rank} at depth {depth} of {count}: the model does not bear a cut before layer {first!r}"
@@ -195,7 +221,7 @@ class PartialBackprop(nn.Module):
     def _agree(self, options: tuple[Any, ...]) -> None:
         """Ranks that were told different things would wait for each other."""
         shapes = [(n, tuple(p.shape), str(p.dtype)) for n, p in self.module.named_parameters()]
-        said: list[Any] = [None] * self.plan.workers
+        said: list[Any] = [None] * self.workers
         dist.all_gather_object(said, (options, shapes), group=self._group)
         for rank, (their_options, their_shapes) in enumerate(said):
             if their_options != said[0][0]:
@@ -203,25 +229,25 @@ class PartialBackprop(nn.Module):
             if their_shapes != said[0][1]:
                 raise Error(f"PartialBackprop: expected the same model on all ranks, rank {rank} has another")
 
-    def _schedule(self, guard: Guard | None, stragglers: Stragglers | None, rotate: str) -> Depths:
-        plan, count = self.plan, self._segments.count
+    def _schedule(self, plan: DepthPlan) -> Depths:
+        count = self._segments.count
         predicted = plan.full.workers
         forward, backward = sum(w.forward for w in predicted), sum(w.backward for w in predicted)
         if not (forward and backward):
             forward, backward = 1.0, 2.0  # what is usual, where nobody has measured
         watch = pace = None
-        if guard is not None:
+        if self._guard is not None:
             watch = Watch(
-                guard,
+                self._guard,
                 segments=count,
                 workers=plan.workers,
                 forward=forward,
                 backward=[backward / count] * count,
                 speak=self.rank == 0,
             )
-        if stragglers is not None:
-            pace = Pace(stragglers, workers=plan.workers, segments=count, forward=forward, backward=backward)
-        return Depths(plan, steps=self.steps, rotate=rotate == "depth", watch=watch, pace=pace)
+        if self._stragglers is not None:
+            pace = Pace(self._stragglers, workers=plan.workers, segments=count, forward=forward, backward=backward)
+        return Depths(plan, steps=self.steps, rotate=self._rotate == "depth", watch=watch, pace=pace)
 
     def _bucket_leaves(self, leaves: Sequence[Leaf]) -> None:
         """One bucket for each segment and dtype, or the merge planner's; the last segments first."""
@@ -331,7 +357,7 @@ class PartialBackprop(nn.Module):
         moving = [
             n for n, b in self.module.named_buffers() if n in self._before and not torch.equal(b, self._before[n])
         ]
-        said: list[Any] = [None] * self.plan.workers
+        said: list[Any] = [None] * self.workers
         dist.all_gather_object(said, (sorted(self._seen), moving), group=self._group)
         seen = [set(theirs) for theirs, _ in said]
         for leaf, index in self._index.items():
