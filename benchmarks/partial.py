@@ -31,6 +31,8 @@ from dovetail.simulate.shaped import available, shaped
 from dovetail.train.segments import Segments
 
 RANKS, RATE = 4, "2gbit"
+LAYER_BYTES = {"compute-bound": 2**18, "communication counts": 2**20}
+"""Of each of the emulated device's eight layers, whose times are the same in both regimes."""
 
 
 def main() -> None:
@@ -42,10 +44,11 @@ def main() -> None:
     if reason := available():
         console.print(f"traffic and time skipped: {reason}")
     else:
-        cell = on_the_wire(args.quick)
-        show_wire(cell)
-        cells.append(cell)
-        checks += wire_checks(cell)
+        for regime in LAYER_BYTES:
+            cell = on_the_wire(regime, args.quick)
+            show_wire(cell)
+            cells.append(cell)
+            checks += wire_checks(cell)
     finish("partial", args, cells, checks)
 
 
@@ -142,15 +145,16 @@ def work_checks(cells: list[dict[str, Any]]) -> list[Check]:
     return checks
 
 
-def on_the_wire(quick: bool) -> dict[str, Any]:
+def on_the_wire(regime: str, quick: bool) -> dict[str, Any]:
+    """All contestants in turns in the same four processes."""
     rank = Path(__file__).with_name("partial_rank.py")
+    turns = ["2", "4"] if quick else ["5", "8"]
     with shaped(RANKS, rate=RATE) as network:
-        results = launch(
-            [str(rank), "2" if quick else "5", "4" if quick else "8"], ranks=RANKS, network=network, timeout=600
-        )
+        results = launch([str(rank), *turns, str(LAYER_BYTES[regime])], ranks=RANKS, network=network, timeout=600)
     got: dict[str, Any] = results[0].report
     return {
-        "model": "8 layers of 1 MiB, emulated",
+        "model": f"8 layers of {LAYER_BYTES[regime] / 2**20:g} MiB, emulated",
+        "regime": regime,
         "emulated": True,
         "workers": RANKS,
         "rate": RATE,
@@ -160,7 +164,7 @@ def on_the_wire(quick: bool) -> dict[str, Any]:
 
 
 def show_wire(cell: dict[str, Any]) -> None:
-    table = Table(title=f"{cell['model']}, {RANKS} workers, {RATE} links", title_justify="left")
+    table = Table(title=f"{cell['regime']}: {cell['model']}, {RANKS} workers, {RATE} links", title_justify="left")
     for column in ("contestant", "local batches", "iteration", "10–90 %", "predicted", "sent per step", "of DDP"):
         table.add_column(column, justify="left" if column == "contestant" else "right")
     for name, q in cell["iteration"].items():
@@ -184,23 +188,22 @@ def wire_checks(cell: dict[str, Any]) -> list[Check]:
     # Against the faster of torch's own DDP and full depth with merged gradients.
     ratio = iteration["balanced"]["median"] / min(iteration[name]["median"] for name in ("ddp", "full"))
     expected = predicted["balanced"] / predicted["full"]
-    return [
+    where = cell["regime"]
+    checks = [
         Check(
-            "bytes on the wire, counted at the interfaces, against all-reduce",
+            f"{where}: bytes on the wire, counted at the interfaces, against all-reduce",
             f"−{saved:.1%}",
             "−25 % ± 3",
             abs(saved - 0.25) <= 0.03,
         ),
-        _predicted("bytes on the wire saved", saved, 1 - sent["ladder"] / sent["full"]),
-        Check(
-            "balanced: iteration time over full backpropagation's at equal global batch (emulated devices)",
-            f"{ratio:.3f}",
-            "≤ 0.78",
-            ratio <= 0.78,
-        ),
-        _predicted("balanced: iteration over full's", ratio, expected),
-        *(_predicted(f"{n}: iteration, seconds", iteration[n]["median"], predicted[n]) for n in predicted),
+        _predicted(f"{where}: bytes on the wire saved", saved, 1 - sent["ladder"] / sent["full"]),
+        _predicted(f"{where}: balanced, iteration over full's", ratio, expected),
+        *(_predicted(f"{where}: {n}, iteration in seconds", iteration[n]["median"], predicted[n]) for n in predicted),
     ]
+    if where == "compute-bound":
+        name = "balanced: iteration time over full backpropagation's at equal global batch (emulated devices)"
+        checks.insert(0, Check(name, f"{ratio:.3f}", "≤ 0.78", ratio <= 0.78))
+    return checks
 
 
 def _at_least(name: str, value: float, target: float) -> Check:

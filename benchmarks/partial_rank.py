@@ -26,13 +26,12 @@ from dovetail.train import agree
 from dovetail.train.partial import PartialBackprop
 
 LAYERS, BATCH = 8, 16
-LAYER_BYTES = 2**20
 FORWARD, BACKWARD = 0.0016, 0.0032
 """Seconds of a layer for one sample."""
 POLICIES = ("full", "ladder", "balanced")
 
 
-def made_profile() -> Profile:
+def made_profile(layer_bytes: int) -> Profile:
     """Eight equal layers, backward twice as long as forward."""
 
     def exactly(seconds: float) -> Quantiles:
@@ -40,12 +39,12 @@ def made_profile() -> Profile:
 
     times = (LayerTime(batch=BATCH, forward=exactly(BATCH * FORWARD), backward=exactly(BATCH * BACKWARD)),)
     layers = [
-        Layer(name=f"layers.{i}", type="Slow", parameter_bytes=LAYER_BYTES, activation_bytes=4096, times=times)
+        Layer(name=f"layers.{i}", type="Slow", parameter_bytes=layer_bytes, activation_bytes=4096, times=times)
         for i in range(LAYERS)
     ]
     ready = accumulate([BATCH * BACKWARD] * LAYERS)
     tensors = [
-        ParameterTensor(name=f"layers.{i}.weight", layer=i, bytes=LAYER_BYTES, dtype="torch.float32", ready=at)
+        ParameterTensor(name=f"layers.{i}.weight", layer=i, bytes=layer_bytes, dtype="torch.float32", ready=at)
         for i, at in zip(reversed(range(LAYERS)), ready, strict=True)
     ]
     return Profile(
@@ -73,18 +72,18 @@ class Wait(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(LAYER_BYTES // 4))
+        self.weight = nn.Parameter(torch.rand(nbytes // 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return Wait.apply(x, self.weight)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Emulated(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layer_bytes: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Slow() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Slow(layer_bytes) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -101,21 +100,21 @@ def sent_bytes() -> float:
     raise RuntimeError("no interface eth0 in this namespace")
 
 
-def main(rounds: int, steps: int) -> None:
+def main(rounds: int, steps: int, layer_bytes: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None
     rank = dist.get_rank()
-    profile = made_profile()
+    profile = made_profile(layer_bytes)
     network = measure.network(
-        group, max_bytes=4 * LAYER_BYTES, collectives=("all_reduce",), budget=8.0, name="shaped", emulated=True
+        group, max_bytes=4 * layer_bytes, collectives=("all_reduce",), budget=8.0, name="shaped", emulated=True
     )
     plans = agree.from_first({name: depth.plan(profile, network, policy=name) for name in POLICIES}, group, device)
-    models: dict[str, nn.Module] = {"ddp": DistributedDataParallel(Emulated())}
+    models: dict[str, nn.Module] = {"ddp": DistributedDataParallel(Emulated(layer_bytes))}
     for name, plan in plans.items():
-        models[name] = PartialBackprop(Emulated(), plan, guard=None, profile=profile, network=network)
+        models[name] = PartialBackprop(Emulated(layer_bytes), plan, guard=None, profile=profile, network=network)
     batches = {"ddp": BATCH} | {name: plan.phases[0].batches[rank] for name, plan in plans.items()}
     seconds: dict[str, list[float]] = {name: [] for name in models}
     wire = dict.fromkeys(models, 0.0)
@@ -153,4 +152,4 @@ def main(rounds: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:4]))
