@@ -9,6 +9,7 @@ import pytest
 
 from dovetail.core import store
 from dovetail.core.depth import DepthPlan
+from dovetail.core.timeline import Timeline
 from dovetail.planning.depth import compare, plan
 from dovetail.view import depth, example
 from tests.command import run
@@ -61,6 +62,11 @@ def test_plan_writes_a_depth_plan_that_view_reads(folder: Path) -> None:
     assert done.exit_code == 0 and "workers at full depth" in " ".join(done.stdout.split())
     assert store.read(out, DepthPlan).policy == "balanced"
     assert "1 of 4" in run("view", out).stdout
+    done = run("simulate", out, "-o", folder / "step.json", "--profile", folder / "job.json")
+    assert done.exit_code == 0 and "1 of 4" in done.stdout
+    timeline = store.read(folder / "step.json", Timeline)
+    assert timeline.duration == pytest.approx(store.read(out, DepthPlan).phases[0].iteration)
+    assert {s.track for s in timeline.spans} >= {f"rank {i}/compute" for i in range(4)}
     wrong = run("plan", folder / "job.json", folder / "net.json", "--spb", "stairs", "-o", folder / "no.json")
     assert wrong.exit_code == 1 and "no policy 'stairs'" in wrong.stderr
     assert not (folder / "no.json").exists()

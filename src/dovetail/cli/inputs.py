@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.network import CollectiveName, Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
@@ -58,11 +59,13 @@ def read_profile(path: Path) -> Profile:
     return store.read(path, Profile)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan | DepthPlan:
+    """A plan of either kind; anything else is told what a plan is."""
     from dovetail.core import store
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.plan import Plan
 
-    return store.read(path, Plan)
+    return store.read(path, DepthPlan if _kind(path) == DepthPlan.kind else Plan)
 
 
 def read_network(name: str) -> Network:
@@ -81,7 +84,7 @@ def read_network(name: str) -> Network:
         raise Error(f"{name}: no such file, and {e}") from None
 
 
-def profile_of(path: Path, plan: Plan) -> Profile:
+def profile_of(path: Path, plan: Plan | DepthPlan) -> Profile:
     """The profile that a plan was made from."""
     from dovetail.core.errors import Error
     from dovetail.core.profile import Profile
@@ -92,7 +95,7 @@ def profile_of(path: Path, plan: Plan) -> Profile:
     return found
 
 
-def network_of(path: Path, plan: Plan) -> Network:
+def network_of(path: Path, plan: Plan | DepthPlan) -> Network:
     """The network that a plan was made for: a file beside it, or else a preset."""
     from dovetail.core.errors import Error
     from dovetail.core.network import Network

@@ -139,16 +139,23 @@ def simulate(
     png: Png = None,
     json: shell.Json = False,
 ) -> None:
-    """Predict one iteration of a plan as a timeline, and draw it."""
+    """Predict one iteration of a plan as a timeline, and draw it. Of a depth plan, one of its last phase."""
     from dovetail.core import store
+    from dovetail.core.depth import DepthPlan
     from dovetail.simulate import simulate as predict
-    from dovetail.view import tables
+    from dovetail.simulate.depth import simulate_depth
+    from dovetail.view import depth, tables
     from dovetail.view.timeline import TimelineView
 
     chosen = inputs.read_plan(plan)
     job = inputs.read_profile(profile) if profile else inputs.profile_of(plan, chosen)
-    net = inputs.read_network(network) if network else inputs.network_of(plan, chosen)
-    timeline = predict(chosen, job, net)
+    if isinstance(chosen, DepthPlan):
+        named = network or chosen.network != "none"  # planned without a network, it is predicted without one
+        net = (inputs.read_network(network) if network else inputs.network_of(plan, chosen)) if named else None
+        timeline, table = simulate_depth(chosen, job, net), depth.depths(chosen)
+    else:
+        net = inputs.read_network(network) if network else inputs.network_of(plan, chosen)
+        timeline, table = predict(chosen, job, net), tables.buckets(chosen)
     if png:
         from dovetail.view.png import timeline_png
 
@@ -160,7 +167,7 @@ def simulate(
     if json:
         shell.emit(shell.builtins(timeline))
     else:
-        shell.show(tables.buckets(chosen), "", TimelineView([timeline]))
+        shell.show(table, "", TimelineView([timeline]))
 
 
 def scale(
