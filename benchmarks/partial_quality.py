@@ -19,8 +19,9 @@ import torch
 
 from common import console, finish, parser
 from dovetail.core.errors import Error
+from dovetail.core.store import write_text
 from partial_oracle import LADDER, Contestant, train
-from partial_report import checks, show
+from partial_report import checks, markdown, show
 from partial_tasks import TASKS
 
 SEEDS = {"digits": 5, "text": 3, "fashion": 3}
@@ -59,6 +60,7 @@ def main() -> None:
     options.add_argument("--seeds", default="", help="only these, such as 0,1")
     options.add_argument("--most", type=int, metavar="N", help="end after so many runs")
     options.add_argument("--report", action="store_true", help="run nothing: tables from the output file")
+    options.add_argument("--markdown", type=Path, metavar="FILE.md", help="the tables for docs/")
     options.add_argument("--plot", type=Path, metavar="FILE.png")
     args = options.parse_args()
     torch.set_num_threads(1)
@@ -73,6 +75,8 @@ def main() -> None:
     if args.most is not None and not args.report:
         return
     show(runs)
+    if args.markdown:
+        write_text(args.markdown, markdown(runs))
     if args.plot:
         from partial_report import plot
 

@@ -27,7 +27,6 @@ class Task:
     """Something to learn, with the settings under which full backpropagation learns it well."""
 
     name: str
-    about: str
     build: Callable[[], nn.ModuleList]
     """The model as blocks in execution order; cuts fall between blocks."""
     train: tuple[Tensor, Tensor]
@@ -132,7 +131,6 @@ def digits() -> Task:
     labels = [torch.tensor(part, dtype=torch.int64) for part in split[2:]]
     return Task(
         name="digits",
-        about="scikit-learn digits, residual network of 14 convolutions (group norm), SGD",
         build=lambda: _resnet(16, 2, 1, _group_norm),
         train=(images[0], labels[0]),
         test=(images[1], labels[1]),
@@ -153,7 +151,6 @@ def fashion() -> Task:
     ready = {part: torch.from_numpy((values - mean) / spread) for part, values in images.items()}
     return Task(
         name="fashion",
-        about="Fashion-MNIST (60,000 images), residual network of 14 convolutions (batch norm), SGD",
         build=lambda: _resnet(12, 2, 2, nn.BatchNorm2d),
         train=(ready["train"], labels["train"]),
         test=(ready["test"], labels["test"]),
@@ -185,7 +182,6 @@ def text() -> Task:
 
     return Task(
         name="text",
-        about=f"characters of Python's standard library ({len(train) / 1e6:.1f} M), transformer of 4 blocks, AdamW",
         build=build,
         train=(encoded, encoded),
         test=(windows[:, :-1], windows[:, 1:]),
