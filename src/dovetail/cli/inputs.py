@@ -65,7 +65,9 @@ def read_plan(path: Path) -> Plan | DepthPlan:
     from dovetail.core.depth import DepthPlan
     from dovetail.core.plan import Plan
 
-    return store.read(path, DepthPlan if _kind(path) == DepthPlan.kind else Plan)
+    if _kind(path) == DepthPlan.kind:
+        return store.read(path, DepthPlan)
+    return store.read(path, Plan)
 
 
 def read_network(name: str) -> Network:
