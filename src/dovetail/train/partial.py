@@ -59,6 +59,7 @@ class PartialBackprop(nn.Module):
         steps: length of the training, for a plan with phases.
         profile, network: with both, the merge planner decides which gradients travel together; without, each segment's
             travel as one.
+        merging: the merge planner's policy.
         process_group: the ranks; all by default.
         uneven_use: True for models that use some layers only for some inputs.
         timeout: seconds after which a rank that does not answer counts as lost.
@@ -75,6 +76,7 @@ class PartialBackprop(nn.Module):
         steps: int | None = None,
         profile: Profile | None = None,
         network: Network | None = None,
+        merging: str = "auto",
         process_group: dist.ProcessGroup | None = None,
         uneven_use: bool = False,
         timeout: float = 300.0,
@@ -107,7 +109,8 @@ class PartialBackprop(nn.Module):
         self._now: tuple[int, ...] = ()
         self._step = 0
         if isinstance(plan, DepthPlan):
-            self._settle(plan, depth_stream.buckets(plan, profile, network) if profile and network else ())
+            chosen = depth_stream.buckets(plan, profile, network, policy=merging) if profile and network else ()
+            self._settle(plan, chosen)
         elif profile is not None or network is not None:
             raise Error("profile, network: expected a plan made from them beside them, got a policy's name")
 
@@ -360,16 +363,8 @@ class PartialBackprop(nn.Module):
         said: list[Any] = [None] * self.workers
         dist.all_gather_object(said, (sorted(self._seen), moving), group=self._group)
         seen = [set(theirs) for theirs, _ in said]
-        for leaf, index in self._index.items():
-            expected = [r for r, d in enumerate(self._now) if d >= self._segments.count - leaf.segment]
-            without = [r for r in expected if index not in seen[r]]
-            if without and len(without) < len(expected) and not self._uneven_use:
-                have = next(r for r in expected if index in seen[r])
-                raise Error(
-                    f"parameter {leaf.name!r} got a gradient on rank {have} (depth {self._now[have]}) but none on rank "
-                    f"{without[0]} (depth {self._now[without[0]]}): the cut breaks this model (reentrant checkpointing "
-                    "does so); where a layer is used for some inputs only, pass uneven_use=True"
-                )
+        if not self._uneven_use and (line := self._segments.uneven(seen, self._now)):
+            raise Error(line)
         if self._moving is None:
             names = {name for _, theirs in said for name in theirs}
             self._moving = [b for n, b in self.module.named_buffers() if n in names]

@@ -73,6 +73,20 @@ class Segments:
             tensor.requires_grad_(True)
         self._frozen.clear()
 
+    def uneven(self, seen: Sequence[set[int]], depths: Sequence[int]) -> str | None:
+        """What is wrong if a contributor got no gradient where another did. `seen`: the leaves of every rank."""
+        for index, leaf in enumerate(self.leaves):
+            expected = [rank for rank, depth in enumerate(depths) if depth >= self.count - leaf.segment]
+            have = [rank for rank in expected if index in seen[rank]]
+            without = [rank for rank in expected if index not in seen[rank]]
+            if have and without:
+                return (
+                    f"parameter {leaf.name!r} got a gradient on rank {have[0]} (depth {depths[have[0]]}) but none on "
+                    f"rank {without[0]} (depth {depths[without[0]]}): the cut breaks this model (reentrant "
+                    "checkpointing does so); where a layer is used for some inputs only, pass uneven_use=True"
+                )
+        return None
+
     @contextmanager
     def aliases(self) -> Iterator[None]:
         """Inside, shared parameters are leaves of their own in each segment."""
