@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dovetail.planning import guard as guarding
+from dovetail.planning.anneal import Rate, fewest_at
 from dovetail.planning.segments import partition
 from dovetail.planning.shares import balance
 from partial_tasks import WORKERS, Task
@@ -177,21 +178,6 @@ def adam_metric(optimiser: torch.optim.Optimizer, parameters: list[list[nn.Param
     return [[1 / (optimiser.state[p]["exp_avg_sq"].double().sqrt() + 1e-8) for p in s] for s in parameters]
 
 
-def annealed_counts(segments: Sequence[guarding.Moments], rate: float, epsilon: float, batch: int) -> tuple[int, ...]:
-    """The fewest contributors with which a step at `rate` times the peak learning rate keeps 1 − ε of its progress.
-
-    With curvature H a step of rate η makes η − η²H(1 + n)/2 of progress, n being noise over batch. If the peak rate is
-    the best for the full batch, H(1 + n) = 1/peak; with noise n' instead, (2 − r(1 + n')/(1 + n))/(2 − r) is kept.
-    """
-    counts: list[int] = []
-    for segment in segments:
-        n = min(segment.noise_scale / batch, 1e6)
-        kept = [(2 - rate * (1 + n * WORKERS / c) / (1 + n)) / (2 - rate) for c in range(1, WORKERS + 1)]
-        needed = next(c for c in range(1, WORKERS + 1) if kept[c - 1] >= 1 - epsilon - 1e-12)
-        counts.append(max([needed, *counts]))
-    return (*counts[:-1], WORKERS)
-
-
 def _seconds(oracle: Oracle, depths: Sequence[int], worker: int, batch: int) -> float:
     return oracle.cost([depths[worker]], [batch])[0]
 
@@ -214,6 +200,7 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
     whole = 3.0 * WORKERS * task.batch * task.steps
     options = guarding.Guard(epsilon=contestant.epsilon) if contestant.epsilon is not None else None
     running: list[guarding.Moments] = []
+    falling_rate = Rate()
     seen, counts, had_metric = 0, FULL, False
     work = held = 0.0
     curve: list[tuple[int, float, float, float]] = []
@@ -222,6 +209,7 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
         rate = min(1.0, (step + 1) / (0.05 * steps)) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimiser.param_groups:
             group["lr"] = peak * rate
+        falling = falling_rate(peak * rate)
         workers = next(w for begins, w in reversed(contestant.workers) if step >= begins * steps)
         total = workers * task.batch
         late = step >= contestant.begins * steps
@@ -244,7 +232,6 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
             running = [guarding.smoothed(a, b, options.smoothing) for a, b in zip(before, found, strict=True)]
             seen += 1
             if seen >= options.patience and late:
-                falling = rate if step > 0.05 * steps else 1.0
                 decision = guarding.decide(
                     options,
                     running,
@@ -257,7 +244,7 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
                 log.append(str(decision))
                 counts = decision.counts
                 if contestant.rule == "annealed":
-                    counts = annealed_counts(running, falling, options.epsilon, total)
+                    counts = fewest_at(running, batches, epsilon=options.epsilon, rate=falling)
         else:
             oracle.gradients(x, y, depths, batches)
         if task.clip:
