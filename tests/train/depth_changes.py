@@ -108,6 +108,10 @@ def phases() -> dict[str, Any]:
     for step in range(6):
         depths.append(list(ours.depths))
         loss(ours(inputs("skips", 3, 10 * step + rank))).backward()
+    resumed = PartialBackprop(model, plan, guard=None, steps=6, timeout=60)
+    resumed.resume(4)
+    loss(resumed(inputs("skips", 3, rank))).backward()
+    said["resumed"] = f"{resumed.step} {resumed.depths}"
     return {"depths": depths, "same": identical(model), **said}
 
 

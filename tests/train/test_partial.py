@@ -131,6 +131,7 @@ def test_phases_begin_at_their_step_on_all_ranks(runs: Runs) -> None:
         assert result["depths"] == [[4] * 4] * 3 + [[1, 2, 3, 4]] * 3 and result["same"]
         assert "has 2 phases: expected the training's `steps`" in result["without"]
         assert "cannot be copied" in result["copied"]
+        assert result["resumed"] == "5 (1, 2, 3, 4)"
 
 
 @pytest.mark.parametrize("kind", ["cnn", "transformer"])

@@ -35,9 +35,10 @@ SCRIPT = """
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     sizes = set()
     for epoch in range(int(sys.argv[1])):
-        sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)
         for x, y in loader:
             sizes.add(len(x))
+            assert len(x) == loader.batch_size
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()

@@ -150,6 +150,13 @@ class PartialBackprop(nn.Module):
         watch = self._depths.watch if self.plan else None
         return list(watch.decisions) if watch else []
 
+    def resume(self, step: int) -> None:
+        """Counts on from a checkpoint's step, on all ranks alike. The guard begins anew, at full depth."""
+        if self.plan is None or self._step:
+            raise Error("resume: expected before the first step, and with a plan")
+        self._step = step
+        self._now = self._previous = self._depths.at(step)
+
     def batches(self, data: Sized, *, shuffle: bool = True, seed: int = 0) -> RotatingBatches:
         """Batches of this rank, by the plan: `DataLoader(data, batch_sampler=model.batches(data))`."""
         if self.plan is None:

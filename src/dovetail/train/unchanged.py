@@ -100,8 +100,12 @@ def _rotate(plan: DepthPlan | None, given: Partial) -> None:
             for name in ("batch_size", "shuffle", "sampler", "drop_last"):
                 bound.pop(name, None)
             bound["batch_sampler"] = _Rotated(sampler, batches)
-        bound.pop("self")
-        original(self, **bound)
+            original(**bound)
+            # DataLoader lets nobody exchange these; scripts read them, and call `loader.sampler.set_epoch`.
+            object.__setattr__(self, "sampler", sampler)
+            object.__setattr__(self, "batch_size", batches[sampler.rank])
+        else:
+            original(**bound)
 
     DataLoader.__init__ = init  # type: ignore[method-assign]
 
