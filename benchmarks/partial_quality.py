@@ -36,11 +36,13 @@ MAIN = (
     Contestant("75 % of the steps", steps=0.75),
     Contestant("4 workers, then 2", workers=((0.0, 4), (0.5, 2))),
     Contestant("ladder, 4/3 of the steps", counts=LADDER, steps=4 / 3),
+    Contestant("annealed guard ε=0.1", epsilon=0.1, rule="annealed"),
+    Contestant("annealed guard ε=0.1, 8/7 of the steps", epsilon=0.1, rule="annealed", steps=8 / 7),
 )
 FRONTIER = (
     *(Contestant(f"guard ε={e}", epsilon=e) for e in (0.1, 0.3, 0.4)),
     Contestant("guard ε=0.2, plain metric", epsilon=0.2, metric="plain"),
-    *(Contestant(f"annealed guard ε={e}", epsilon=e, rule="annealed") for e in (0.05, 0.1, 0.2, 0.3)),
+    *(Contestant(f"annealed guard ε={e}", epsilon=e, rule="annealed") for e in (0.05, 0.2, 0.3)),
     Contestant("late ladder, last quarter", counts=LADDER, begins=0.75),
     Contestant("late 2,2,3,4", counts=(2, 2, 3, 4), begins=0.5),
     Contestant("2,3,4,4", counts=(2, 3, 4, 4)),

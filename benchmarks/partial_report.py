@@ -176,6 +176,18 @@ def checks(runs: Runs) -> list[Check]:
                 holds=share >= 2 / 3,
             )
         )
+        if "annealed guard ε=0.1" in found:
+            annealed = found["annealed guard ε=0.1"]
+            share = closed(annealed, found)
+            assert share is not None
+            made.append(
+                Check(
+                    name=f"{task}: so does the guard whose bound counts at the present learning rate",
+                    value=f"{share:.0%} at {annealed.mean('work'):.2f} of full's work",
+                    target="≥ 67 %",
+                    holds=share >= 2 / 3,
+                )
+            )
         for work, wanted in FIRST_TRIAL:
             made.append(_frontier(task, found, work, wanted))
     return made
