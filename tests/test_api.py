@@ -13,10 +13,13 @@ import dovetail
 def test_the_public_names_are_these() -> None:
     assert dovetail.__all__ == [
         "Burst",
+        "DepthPlan",
         "DistributedDataParallel",
         "Error",
+        "Guard",
         "InputError",
         "Network",
+        "PartialBackprop",
         "Plan",
         "Profile",
         "Timeline",
@@ -35,7 +38,8 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_importing_dovetail_and_its_plain_names_imports_no_torch() -> None:
-    code = "import dovetail, sys; dovetail.Plan, dovetail.plan, dovetail.read; assert 'torch' not in sys.modules"
+    code = "import dovetail, sys; dovetail.Plan, dovetail.Guard, dovetail.plan, dovetail.read"
+    code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

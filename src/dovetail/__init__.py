@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import measure
+    from .core.depth import DepthPlan
     from .core.errors import Error, InputError
     from .core.network import Network
     from .core.plan import Plan
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from .core.store import read, write
     from .core.timeline import Timeline
     from .planning import compare, plan
+    from .planning.guard import Guard
     from .train.burst import Burst
     from .train.ddp import DistributedDataParallel
+    from .train.partial import PartialBackprop
     from .train.sharded import optimizer
     from .train.tuner import Tuning
 
@@ -30,10 +33,13 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Burst": "train.burst",
+    "DepthPlan": "core.depth",
     "DistributedDataParallel": "train.ddp",
     "Error": "core.errors",
+    "Guard": "planning.guard",
     "InputError": "core.errors",
     "Network": "core.network",
+    "PartialBackprop": "train.partial",
     "Plan": "core.plan",
     "Profile": "core.profile",
     "Timeline": "core.timeline",
@@ -48,10 +54,13 @@ _WHERE = {
 
 __all__ = [
     "Burst",
+    "DepthPlan",
     "DistributedDataParallel",
     "Error",
+    "Guard",
     "InputError",
     "Network",
+    "PartialBackprop",
     "Plan",
     "Profile",
     "Timeline",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.network import CollectiveName, Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
@@ -58,10 +59,14 @@ def read_profile(path: Path) -> Profile:
     return store.read(path, Profile)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan | DepthPlan:
+    """A plan of either kind; anything else is told what a plan is."""
     from dovetail.core import store
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.plan import Plan
 
+    if _kind(path) == DepthPlan.kind:
+        return store.read(path, DepthPlan)
     return store.read(path, Plan)
 
 
@@ -81,7 +86,7 @@ def read_network(name: str) -> Network:
         raise Error(f"{name}: no such file, and {e}") from None
 
 
-def profile_of(path: Path, plan: Plan) -> Profile:
+def profile_of(path: Path, plan: Plan | DepthPlan) -> Profile:
     """The profile that a plan was made from."""
     from dovetail.core.errors import Error
     from dovetail.core.profile import Profile
@@ -92,7 +97,7 @@ def profile_of(path: Path, plan: Plan) -> Profile:
     return found
 
 
-def network_of(path: Path, plan: Plan) -> Network:
+def network_of(path: Path, plan: Plan | DepthPlan) -> Network:
     """The network that a plan was made for: a file beside it, or else a preset."""
     from dovetail.core.errors import Error
     from dovetail.core.network import Network
@@ -111,20 +116,22 @@ def read_any(path: Path) -> Noun:
     """The noun in a file, whichever it is."""
     from dovetail.core import store
     from dovetail.core.burst import BurstPlan
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.errors import InputError
     from dovetail.core.network import Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
     from dovetail.core.timeline import Timeline
 
-    nouns: dict[str, type[Noun]] = {n.kind: n for n in (Profile, Network, Plan, BurstPlan, Timeline)}
+    nouns: dict[str, type[Noun]] = {n.kind: n for n in (Profile, Network, Plan, BurstPlan, DepthPlan, Timeline)}
     kind = _kind(path)
     if kind is None:
         # Reading it as any noun says what is wrong with a file that is missing, cut off or no JSON object.
         return store.read(path, Profile)
     if kind not in nouns:
         got = f"got {kind!r}" if kind else "missing"
-        raise InputError(path, "kind", f"expected 'profile', 'network', 'plan', 'burst-plan' or 'timeline', {got}")
+        kinds = ", ".join(repr(k) for k in list(nouns)[:-1])
+        raise InputError(path, "kind", f"expected {kinds} or 'timeline', {got}")
     return store.read(path, nouns[kind])
 
 

@@ -12,7 +12,10 @@ from typer.core import TyperCommand
 from . import inputs, shell
 
 if TYPE_CHECKING:
+    from dovetail.core.depth import DepthPlan
+    from dovetail.core.network import Network
     from dovetail.core.plan import Overlap
+    from dovetail.core.profile import Profile
 
 ProfileFile = Annotated[Path, typer.Argument(metavar="job.json", help="A profile, from `dovetail profile`.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Ranks to plan for; default: the network's own.")]
@@ -36,10 +39,13 @@ class PlanCommand(TyperCommand):
     """Its help lists the policies there are."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from dovetail.planning import depth
         from dovetail.planning.policies import described
 
         with formatter.section("Policies"):
             formatter.write_dl(described())
+        with formatter.section("Policies of partial backpropagation (--spb)"):
+            formatter.write_dl(depth.described())
 
 
 def plan(
@@ -58,9 +64,16 @@ def plan(
     optimizer: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="With --overlap forward: the optimiser on one rank's share.")
     ] = 0.0,
-    output: Annotated[Path, typer.Option("-o", "--output", dir_okay=False, help="Where to write the plan.")] = Path(
-        "plan.json"
-    ),
+    spb: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan partial backpropagation instead and write a depth plan."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", dir_okay=False, help="Where to write the plan; default: plan.json (--spb: depth.json)."
+        ),
+    ] = None,
     burst: Annotated[
         bool, typer.Option("--burst", help="Plan how many devices each layer gets, for a fixed global batch.")
     ] = False,
@@ -82,8 +95,11 @@ def plan(
 ) -> None:
     """Compare every policy for a job on a network, choose one, explain it, and write the plan.
 
+    Below the ways of merging gradients stands what partial backpropagation would save.
     With --burst: how many devices each layer should get, the trade-off between time and device-time, what it frees.
     """
+    if burst and spb is not None:
+        raise typer.BadParameter("--burst and --spb are two ways: give one")
     if burst:
         from . import bursting
 
@@ -95,7 +111,7 @@ def plan(
             amplification=amplification,
             memory_gib=memory,
             task_ms=task,
-            output=output,
+            output=output or Path("plan.json"),
             png=png,
             json=json,
         )
@@ -106,15 +122,23 @@ def plan(
         raise typer.BadParameter("missing, expected a network file or a preset such as 10gbe-16", param_hint="net.json")
     from dovetail import planning
     from dovetail.core import store
+    from dovetail.planning import depth
+    from dovetail.view import depth as depth_view
     from dovetail.view import explain, tables
 
     job, net = inputs.read_profile(profile), inputs.read_network(network)
+    if spb is not None:
+        _plan_depth(job, net, spb, workers=workers, batch=batch, output=output or Path("depth.json"), json=json)
+        return
+    output = output or Path("plan.json")
     with shell.working("planning", brief=True):
         mode: Overlap = "forward" if overlap is Behind.forward else "backward"
         chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy, overlap=mode, optimizer=optimizer)
         compared = planning.compare(job, net, workers=workers, batch=batch, overlap=mode, optimizer=optimizer)
         if mode == "forward" and "all_reduce" in net.collectives:
             compared.append(planning.plan(job, net, workers=workers, batch=batch, policy="ddp"))
+        reducible = chosen.workers > 1 and "all_reduce" in net.collectives
+        partial = depth.compare(job, net, workers=workers, batch=batch) if reducible else []
     if all(p.policy != chosen.policy for p in compared):
         compared = [chosen, *compared]
     if png:
@@ -127,9 +151,42 @@ def plan(
     sentences = explain.explain(chosen, compared, net)
     if json:
         plans = [shell.builtins(p) for p in tables.by_promise(compared)]
-        shell.emit({"chosen": chosen.policy, "written": str(output), "explanation": sentences, "plans": plans})
+        result = {"chosen": chosen.policy, "written": str(output), "explanation": sentences, "plans": plans}
+        shell.emit(result | {"partial": [_saving(p) for p in partial]})
     else:
-        shell.show(tables.plans(compared, chosen=chosen), "", *sentences)
+        savings = ["", depth_view.savings(partial)] if partial else []
+        shell.show(tables.plans(compared, chosen=chosen), "", *sentences, *savings)
+
+
+def _plan_depth(
+    job: Profile, net: Network, policy: str, *, workers: int | None, batch: int | None, output: Path, json: bool
+) -> None:
+    """`dovetail plan --spb`: a depth plan beside what other policies would save."""
+    from dovetail.core import store
+    from dovetail.planning import depth
+    from dovetail.view import depth as view
+
+    with shell.working("planning", brief=True):
+        chosen = depth.plan(job, net, workers=workers, batch=batch, policy=policy)
+        compared = depth.compare(job, net, workers=workers, batch=batch)
+    if all(p.policy != chosen.policy for p in compared):
+        compared = [chosen, *compared]
+    store.write(output, chosen)
+    shell.wrote(output)
+    if json:
+        plan = shell.builtins(chosen)
+        shell.emit({"chosen": policy, "written": str(output), "plan": plan, "partial": [_saving(p) for p in compared]})
+    else:
+        shell.show(view.depths(chosen), "", view.savings(compared, chosen=chosen), "", *view.advice(chosen))
+
+
+def _saving(plan: DepthPlan) -> dict[str, Any]:
+    """A policy of partial backpropagation and the shares that it saves."""
+    from dataclasses import asdict
+
+    from dovetail.simulate.depth import savings
+
+    return {"policy": plan.policy, "saves": asdict(savings(plan))}
 
 
 def simulate(
@@ -146,16 +203,23 @@ def simulate(
     png: Png = None,
     json: shell.Json = False,
 ) -> None:
-    """Predict one iteration of a plan as a timeline, and draw it."""
+    """Predict one iteration of a plan as a timeline, and draw it. Of a depth plan, one of its last phase."""
     from dovetail.core import store
+    from dovetail.core.depth import DepthPlan
     from dovetail.simulate import simulate as predict
-    from dovetail.view import tables
+    from dovetail.simulate.depth import simulate_depth
+    from dovetail.view import depth, tables
     from dovetail.view.timeline import TimelineView
 
     chosen = inputs.read_plan(plan)
     job = inputs.read_profile(profile) if profile else inputs.profile_of(plan, chosen)
-    net = inputs.read_network(network) if network else inputs.network_of(plan, chosen)
-    timeline = predict(chosen, job, net)
+    if isinstance(chosen, DepthPlan):
+        named = network or chosen.network != "none"  # planned without a network, it is predicted without one
+        net = (inputs.read_network(network) if network else inputs.network_of(plan, chosen)) if named else None
+        timeline, table = simulate_depth(chosen, job, net), depth.depths(chosen)
+    else:
+        net = inputs.read_network(network) if network else inputs.network_of(plan, chosen)
+        timeline, table = predict(chosen, job, net), tables.buckets(chosen)
     if png:
         from dovetail.view.png import timeline_png
 
@@ -167,8 +231,10 @@ def simulate(
     if json:
         shell.emit(shell.builtins(timeline))
     else:
-        below = ["", tables.hidden(timeline)] if chosen.overlap == "forward" else []
-        shell.show(tables.buckets(chosen), "", TimelineView([timeline]), *below)
+        below = (
+            ["", tables.hidden(timeline)] if not isinstance(chosen, DepthPlan) and chosen.overlap == "forward" else []
+        )
+        shell.show(table, "", TimelineView([timeline]), *below)
 
 
 def scale(

@@ -21,10 +21,25 @@ def train(
     plan: Annotated[
         Path | None, typer.Option(metavar="plan.json", help="Follow this plan instead of measuring and choosing one.")
     ] = None,
+    spb: Annotated[
+        str | None,
+        typer.Option(
+            metavar="guard|ladder|balanced",
+            help="Partial backpropagation: each worker goes back through the last layers only. --plan is a depth plan.",
+        ),
+    ] = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(help="With --spb guard: share of a step's progress that may be lost in any segment."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="With --spb and a plan with phases: length of the training.")
+    ] = None,
     json: shell.Json = False,
 ) -> None:
     """Run an unchanged DistributedDataParallel script with planned gradient buckets.
 
+    With --spb it runs under partial backpropagation instead; the guard's decisions go to stderr, a line each.
     The script's own output passes through; with --json it goes to stderr.
     """
     from dovetail.core.errors import Error
@@ -32,7 +47,7 @@ def train(
 
     begin = time.monotonic()
     with shell.stdout_to_stderr() if json else contextlib.nullcontext():
-        code = run(script, workers=workers, plan=plan, args=arguments or [])
+        code = run(script, workers=workers, plan=plan, spb=spb, epsilon=epsilon, steps=steps, args=arguments or [])
     if code > 128:  # ended by a signal that was passed on
         if code == 130:
             raise KeyboardInterrupt
@@ -41,7 +56,8 @@ def train(
         raise Error(f"{script}: training failed with exit code {code}; its own messages stand above")
     if json:
         seconds = time.monotonic() - begin
-        shell.emit({"script": str(script), "workers": workers, "plan": str(plan) if plan else None, "seconds": seconds})
+        used = {"plan": str(plan) if plan else None, "spb": spb}
+        shell.emit({"script": str(script), "workers": workers, **used, "seconds": seconds})
 
 
 def demo(

@@ -72,10 +72,11 @@ def _draw(png: Path, timelines: Sequence[Timeline], plans: Sequence[tuple[Path, 
 
 def _show(nouns: Sequence[Noun], timelines: Sequence[Timeline], compared: Comparison | None) -> None:
     from dovetail.core.burst import BurstPlan
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.network import Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
-    from dovetail.view import burst, tables
+    from dovetail.view import burst, depth, tables
     from dovetail.view.timeline import TimelineView
 
     parts: list[Any] = []
@@ -88,6 +89,8 @@ def _show(nouns: Sequence[Noun], timelines: Sequence[Timeline], compared: Compar
             parts.append(tables.buckets(noun))
         elif isinstance(noun, BurstPlan):
             parts.append(burst.stages(noun))
+        elif isinstance(noun, DepthPlan):
+            parts += [depth.depths(noun), depth.savings([noun])]
     if timelines:
         parts.append(TimelineView(timelines))
     if compared:

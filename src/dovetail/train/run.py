@@ -1,7 +1,8 @@
 """Runs an unchanged DistributedDataParallel script, planned.
 
-`python -m dovetail.train.run [--plan plan.json] SCRIPT [args…]` is for use under torchrun, which `train` starts.
-Inside this runner, and only there, whoever constructs torch's DistributedDataParallel gets dovetail's.
+`python -m dovetail.train.run [--plan plan.json] [--spb POLICY] SCRIPT [args…]` is for use under torchrun, which `train`
+starts. Inside this runner, and only there, whoever constructs torch's DistributedDataParallel gets dovetail's; with
+--spb, partial backpropagation (see `unchanged`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dovetail.core.depth import DepthPlan
 from dovetail.core.errors import Error, InputError
 from dovetail.core.plan import Plan
 from dovetail.core.store import read
@@ -35,23 +38,41 @@ getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(1, signal.SIGTERM, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]): os._exit(1)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
+POLICIES = ("guard", "ladder", "balanced")
 _RUN = "DOVETAIL_RUN"  # names one run of `train` in the environment of all its processes
 
 
-def train(script: str | Path, *, workers: int, plan: str | Path | None = None, args: Sequence[str] = ()) -> int:
+def train(
+    script: str | Path,
+    *,
+    workers: int,
+    plan: str | Path | None = None,
+    spb: str | None = None,
+    epsilon: float | None = None,
+    steps: int | None = None,
+    args: Sequence[str] = (),
+) -> int:
     """Trains with `workers` ranks on this machine and returns the exit code: torchrun's, or 128 + signal.
 
     The inputs are checked before anything starts. torchrun then runs this module once per rank, with the caller's own
     standard output and error. SIGINT, SIGTERM and SIGHUP are passed on once, so that torchrun ends its ranks in order;
     a second one ends everything at once. If this process itself is killed, the kernel tells torchrun.
+
+    With `spb` ("guard", "ladder" or "balanced") the script runs under partial backpropagation; `plan` is then a depth
+    plan, `epsilon` the guard's bound and `steps` the length of the training, for a plan with phases.
     """
-    _check(script, plan)
+    given = Partial(policy=spb, plan=plan, epsilon=epsilon, steps=steps) if spb else None
+    _check(script, plan, given)
+    if given is None and (epsilon is not None or steps is not None):
+        raise Error("epsilon, steps: expected together with spb, which they belong to")
     if workers < 1:
         raise Error(f"workers: expected at least 1, got {workers}")
     logs = tempfile.TemporaryDirectory(prefix="dovetail-train-")  # torchrun leaves its own behind
     command = [sys.executable, "-c", _DYING_WITH_PARENT, str(os.getpid())]
     command += ["-m", "dovetail.train.agent", "--standalone", f"--nproc-per-node={workers}", f"--log-dir={logs.name}"]
-    command += ["-m", "dovetail.train.run", *(["--plan", str(plan)] if plan else []), str(script), *args]
+    options = {"--plan": plan, "--spb": spb, "--epsilon": epsilon, "--steps": steps}
+    told = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    command += ["-m", "dovetail.train.run", *told, str(script), *args]
     run = uuid.uuid4().hex
     defaults = {
         "OMP_NUM_THREADS": "1",
@@ -103,27 +124,60 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Runs a DistributedDataParallel script under torchrun, planned.",
     )
     parser.add_argument("--plan", metavar="plan.json", help="follow this plan instead of measuring and choosing one")
+    parser.add_argument("--spb", metavar="POLICY", help="partial backpropagation: guard, ladder or balanced")
+    parser.add_argument("--epsilon", type=float, help="with --spb: progress per step that the guard may give away")
+    parser.add_argument("--steps", type=int, help="with --spb: length of the training, for a plan with phases")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="passed on to the script")
     given = parser.parse_args(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # Without torchrun a rank would only hang: the kernel ends it when torchrun dies.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    partial = Partial(given.spb, given.plan, given.epsilon, given.steps) if given.spb else None
     try:
-        _check(given.script, given.plan)
+        _check(given.script, given.plan, partial)
     except Error as e:
         print(f"dovetail: {e}", file=sys.stderr)
         sys.exit(2)
-    if given.plan:
-        os.environ["DOVETAIL_PLAN"] = str(Path(given.plan).resolve())
-    adopt()
+    if partial is not None:
+        from dovetail.train.unchanged import adopt_partial
+
+        adopt_partial(partial)
+    else:
+        if given.plan:
+            os.environ["DOVETAIL_PLAN"] = str(Path(given.plan).resolve())
+        adopt()
     _run(given.script, given.args)
 
 
-def _check(script: str | Path, plan: str | Path | None) -> None:
+@dataclass(frozen=True)
+class Partial:
+    """How to run a script under partial backpropagation."""
+
+    policy: str
+    plan: str | Path | None = None
+    epsilon: float | None = None
+    steps: int | None = None
+
+    def depths(self) -> DepthPlan | None:
+        """The stored plan, if there is one. Raises for what cannot work."""
+        if self.policy not in POLICIES:
+            raise Error(f"spb: expected {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, got {self.policy!r}")
+        if self.epsilon is not None and (self.policy != "guard" or not 0 <= self.epsilon < 1):
+            raise Error("epsilon: expected with spb guard, at least 0 and below 1")
+        if self.plan is not None:
+            return read(self.plan, DepthPlan)
+        if self.policy == "balanced":
+            raise Error("spb balanced: expected --plan with local batches, from `dovetail plan … --spb balanced`")
+        return None
+
+
+def _check(script: str | Path, plan: str | Path | None, partial: Partial | None = None) -> None:
     if not Path(script).is_file():
         raise InputError(script, "", "expected a Python script, found no such file")
-    if plan is not None:
+    if partial is not None:
+        partial.depths()
+    elif plan is not None:
         read(plan, Plan)
     check_environment()
 

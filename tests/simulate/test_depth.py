@@ -1,0 +1,67 @@
+"""The timeline of a step of partial depth agrees with the plan that predicts it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dovetail.planning.depth import Device, plan
+from dovetail.simulate.depth import of_worker, savings, simulate_depth
+from tests.planning.oracle import made_network, made_profile
+
+PROFILE = made_profile([1000] * 8, [2.0] * 8, forward=[1.0] * 8)
+NETWORK = made_network(0.1, 1e-4)
+
+
+@pytest.mark.parametrize("policy", ["full", "ladder", "balanced", "late-ladder"])
+def test_every_worker_computes_as_long_as_predicted_and_the_step_ends_with_the_slowest(policy: str) -> None:
+    chosen = plan(PROFILE, NETWORK, workers=4, policy=policy)
+    timeline = simulate_depth(chosen, PROFILE, NETWORK)
+    timeline.check()
+    phase = chosen.phases[-1]
+    assert timeline.duration == pytest.approx(phase.iteration)
+    for worker, prediction in enumerate(phase.workers):
+        own = [s for s in timeline.spans if s.track == f"rank {worker}/compute"]
+        for kind, seconds in (("forward", prediction.forward), ("backward", prediction.backward)):
+            assert sum(s.duration for s in own if s.kind == kind) == pytest.approx(seconds)
+        assert len([s for s in own if s.kind == "backward"]) == phase.depths[worker]
+        assert max(s.stop for s in own) == pytest.approx(phase.iteration), "who is done waits"
+        assert all(a.stop == pytest.approx(b.start) for a, b in itertools.pairwise(own))
+
+
+def test_gradients_leave_segment_by_segment_once_all_contributors_have_them() -> None:
+    chosen = plan(PROFILE, NETWORK, workers=4, policy="ladder")
+    timeline = simulate_depth(chosen, PROFILE, NETWORK)
+    sent = [s for s in timeline.spans if s.kind == "communication"]
+    assert sum(s.bytes for s in sent) == PROFILE.parameter_bytes
+    assert all(a.stop <= b.start + 1e-9 for a, b in itertools.pairwise(sent)), "one channel"
+    for segment in range(4):
+        ready = max(s.stop for s in timeline.spans if s.kind == "backward" and s.name == f"segment {segment}")
+        last = max(s.start for s in sent if s.name.startswith(f"segment {segment} "))
+        assert last >= ready - 1e-9
+    assert sent[-1].name == "segment 0 (2 tensors of 1 of 4 workers)"
+
+
+def test_alone_or_without_a_network_nothing_is_sent() -> None:
+    for chosen in (plan(PROFILE, workers=4), plan(PROFILE, NETWORK, workers=1)):
+        timeline = simulate_depth(chosen, PROFILE)
+        assert not [s for s in timeline.spans if s.kind == "communication"]
+        assert timeline.duration == pytest.approx(24.0)
+
+
+def test_savings_of_a_worker_are_those_of_its_depth() -> None:
+    ladder = plan(PROFILE, workers=4)
+    assert [of_worker(ladder, 0, w).backward for w in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+    assert [of_worker(ladder, 0, w).activations for w in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+    mean = sum(of_worker(ladder, 0, w).compute for w in range(4)) / 4
+    assert mean == pytest.approx(savings(ladder).compute)
+
+
+def test_slow_devices_show_in_the_timeline() -> None:
+    devices = [Device(speed=0.5), Device()]
+    chosen = plan(PROFILE, NETWORK, policy="ladder", devices=devices)
+    timeline = simulate_depth(chosen, PROFILE, NETWORK)
+    slow = [s for s in timeline.spans if s.track == "rank 0/compute" and s.kind == "forward"]
+    assert slow[-1].stop == pytest.approx(16.0)
+    assert timeline.duration == pytest.approx(chosen.phases[0].iteration)
