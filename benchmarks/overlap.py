@@ -136,6 +136,7 @@ def row(cell: Cell, scaled: Profile, outcomes: list[Outcome], i: int) -> dict[st
         "ranks": RANKS,
         "rate": RATE,
         "communication_bound": cell.bound,
+        "added_latency": None,
         "forward": scaled.forward_time(),
         "backward": scaled.backward_time(),
         "parameter_bytes": scaled.parameter_bytes,
