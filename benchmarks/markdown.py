@@ -39,10 +39,11 @@ def contests(result: dict[str, Any]) -> list[str]:
         default = next(r for r in rows if r["policy"] == "ddp")["iteration"]["median"]
         for row in sorted(rows, key=lambda r: r["iteration"]["median"]):
             q = row["iteration"]
-            name = f"**{row['policy']}**" if row["policy"] == "dovetail" else row["policy"]
+            name = f"**{row['policy']}**" if row["policy"] in ("dovetail", "overlap") else row["policy"]
+            predicted = "" if row["prediction"] is None else f"{row['prediction']:.3f}"
             lines.append(
                 f"| {name} | {row['buckets']} | {q['median']:.3f} ({q['low']:.3f}–{q['high']:.3f}) "
-                f"| {q['median'] / default:.3f} | {row['prediction']:.3f} |"
+                f"| {q['median'] / default:.3f} | {predicted} |"
             )
     return lines
 

@@ -54,6 +54,8 @@ class Spec(Record, frozen=True, kw_only=True):
     steps: int
     budget: float
     """Seconds for measuring the network."""
+    tuning: dict[str, int | float]
+    """Of dovetail's own planning, where not its default."""
 
 
 class Entry(Record, frozen=True, kw_only=True):
@@ -74,7 +76,7 @@ class Outcome(Record, frozen=True, kw_only=True):
 
     network: Network
     optimizer: float
-    """Seconds of the optimiser on this rank's shards, as measured beforehand."""
+    """Seconds of the optimiser on this rank's shards, as measured while planning."""
     entries: tuple[Entry, ...]
 
 
@@ -85,8 +87,9 @@ class Contestant:
     iterate: Callable[[], None]
     drain: Callable[[], None]
     """Ends what an iteration has left on the wire."""
-    buckets: int
     plan: Plan | None = None
+    blocks: int = 0
+    """Groups of modules, where there is no plan."""
 
 
 def contest(spec: Spec) -> Any:
@@ -101,13 +104,12 @@ def contest(spec: Spec) -> Any:
         emulated=True,
         via=halves(ring.twin(group)),
     )
-    updating = agree.largest([_optimizer_seconds(spec.profile)], group, torch.device("cpu"))[0]
-    plans = agree.from_first(_plans(spec.profile, network, updating), group, torch.device("cpu"))
     x = torch.full((1,), 1.0 + dist.get_rank())
+    default = planning.plan(spec.profile, network, policy="ddp")
     made = {
-        "ddp": _ddp(spec.profile, x, plans["ddp"]),
-        "merge": _merge(spec.profile, x, plans["merge"]),
-        "overlap": _overlap(spec.profile, x, plans["overlap"]),
+        "ddp": Contestant(_plain(TorchDDP(layered(spec.profile)), x), lambda: None, default),
+        "merge": _merge(spec, network, x, default),
+        "overlap": _overlap(spec, network, x),
         "fsdp2": _fsdp2(spec.profile, x),
     }
     times: dict[str, list[float]] = {name: [] for name in NAMES}
@@ -122,7 +124,7 @@ def contest(spec: Spec) -> Any:
     entries = [
         Entry(
             name=name,
-            buckets=c.buckets,
+            buckets=len(c.plan.buckets) if c.plan else c.blocks,
             seconds=tuple(times[name]),
             sent=statistics.median(sent[name]),
             predicted=c.plan.prediction.iteration if c.plan else None,
@@ -130,6 +132,7 @@ def contest(spec: Spec) -> Any:
         )
         for name, c in made.items()
     ]
+    updating = made["overlap"].plan.prediction.optimizer if made["overlap"].plan else 0.0
     return msgspec.to_builtins(Outcome(network=network, optimizer=updating, entries=tuple(entries)))
 
 
@@ -147,22 +150,31 @@ def _turn(c: Contestant, spec: Spec) -> tuple[list[float], float]:
     return seconds, (_sent() - before) / (spec.settle + spec.steps)
 
 
-def _plans(profile: Profile, network: Network, updating: float) -> dict[str, Plan]:
-    return {
-        "ddp": planning.plan(profile, network, policy="ddp"),
-        "merge": planning.plan(profile, network),
-        "overlap": planning.plan(profile, network, overlap="forward", optimizer=updating),
-    }
+def _merge(spec: Spec, network: Network, x: Tensor, default: Plan) -> Contestant:
+    """What `dovetail.DistributedDataParallel(model)` keeps on its own."""
+    tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
+    model: Any = dovetail.DistributedDataParallel(layered(spec.profile), tuning=tuning)
+    iterate = _plain(model, x)
+    return Contestant(iterate, lambda: None, _predicted(_tuned(model, iterate), default, spec.profile, network))
 
 
-def _ddp(profile: Profile, x: Tensor, plan: Plan) -> Contestant:
-    model = TorchDDP(layered(profile))
-    return Contestant(_plain(model, x), lambda: None, len(plan.buckets), plan)
+def _tuned(model: Any, iterate: Callable[[], None]) -> Plan | None:
+    """Iterates until dovetail has decided; the plan that it keeps, as the first rank has it."""
+    while model.report.state in ("measuring", "trying"):
+        iterate()
+    if dist.get_rank() == 0:
+        print(model.explain(), flush=True)
+    group = dist.group.WORLD
+    assert group is not None
+    return agree.from_first(model.report.plan, group, torch.device("cpu"))  # type: ignore[no-any-return]
 
 
-def _merge(profile: Profile, x: Tensor, plan: Plan) -> Contestant:
-    model = dovetail.DistributedDataParallel(layered(profile), plan=plan)
-    return Contestant(_plain(model, x), lambda: None, len(plan.buckets), plan)
+def _predicted(kept: Plan | None, default: Plan, profile: Profile, network: Network) -> Plan:
+    """What is kept (torch's own sizes, where nothing is) with what the emulated profile says of it."""
+    if kept is None:
+        return default
+    same = kept.tensors == tuple(t.name for t in profile.tensors)
+    return planning.predict(kept, profile, network) if same else kept
 
 
 def _plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -175,12 +187,11 @@ def _plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
     return iterate
 
 
-def _overlap(profile: Profile, x: Tensor, plan: Plan) -> Contestant:
-    """Here the optimiser cannot be left out: parameters are sent because they have changed."""
-    model: Any = dovetail.DistributedDataParallel(layered(profile), overlap="forward", plan=None)
+def _overlap(spec: Spec, network: Network, x: Tensor) -> Contestant:
+    """What the two lines keep on their own. The optimiser cannot be left out: parameters are sent for its sake."""
+    tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
+    model: Any = dovetail.DistributedDataParallel(layered(spec.profile), overlap="forward", tuning=tuning)
     optimizer: Any = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
-    names = [slot.name for slot in model.exchange.slots]
-    optimizer.move([names.index(t) for t in plan.tensors], [b.stop for b in plan.buckets])
 
     def iterate() -> None:
         optimizer.zero_grad()
@@ -191,7 +202,10 @@ def _overlap(profile: Profile, x: Tensor, plan: Plan) -> Contestant:
         for parameter in model.parameters():
             parameter.detach()
 
-    return Contestant(iterate, drain, len(plan.buckets), plan)
+    kept = _tuned(model, iterate)
+    drain()
+    default = planning.plan(spec.profile, network, policy="ddp", overlap="forward")
+    return Contestant(iterate, drain, _predicted(kept, default, spec.profile, network))
 
 
 def _fsdp2(profile: Profile, x: Tensor) -> Contestant:
@@ -205,22 +219,7 @@ def _fsdp2(profile: Profile, x: Tensor) -> Contestant:
         head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + PREFETCH])
     # On a processor there are no streams: without this every all-gather would be waited for where it starts.
     model._set_unshard_async_op(True)  # type: ignore[operator]
-    return Contestant(_plain(model, x), lambda: None, len(groups))
-
-
-def _optimizer_seconds(profile: Profile) -> float:
-    """What plain SGD takes for one rank's shards, while the other ranks do the same."""
-    elements = profile.parameter_bytes // 4 // dist.get_world_size()
-    parameter = nn.Parameter(torch.ones(elements))
-    parameter.grad = torch.ones(elements)
-    optimizer = torch.optim.SGD([parameter], lr=1e-6)
-    seconds = []
-    for _ in range(5):
-        dist.barrier()
-        start = time.perf_counter()
-        optimizer.step()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return Contestant(_plain(model, x), lambda: None, blocks=len(groups))
 
 
 def _sent() -> int:

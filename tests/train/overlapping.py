@@ -500,6 +500,7 @@ def refusals() -> dict[str, str]:
         "silent": silent_optimizer.step,
         "idle": idle_optimizer.step,
         "moved": moved_optimizer.step,
+        "different": lambda: ours(nn.Linear(4, 4), tuning=dovetail.Tuning(warmup=3 + dist.get_rank())),
         "scaler": lambda: _scaled(model, held),
     }
     return {name: refusal(act) for name, act in acts.items()}

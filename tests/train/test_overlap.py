@@ -176,6 +176,7 @@ SAID = {
     "silent": "no_sync",
     "idle": "find_unused_parameters=True",
     "moved": "new memory",
+    "different": "expected the same on all ranks, but rank 1",
     "scaler": "only its share of the gradient",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from dovetail.core.errors import Error
 from dovetail.core.plan import MIB, Plan
 
 from .cycling import Planner
-from .ddp import DistributedDataParallel, compiled
+from .ddp import PLAN_VARIABLE, DistributedDataParallel, compiled
 from .exchange import Exchange
 from .integrations import keep
 from .recording import Recording
@@ -49,6 +50,8 @@ class ForwardOverlap(DistributedDataParallel):
         overlap: Literal["forward"] | None = "forward",
         **kwargs: Any,
     ) -> None:
+        if plan == "auto" and os.environ.get(PLAN_VARIABLE) == "off":
+            plan = None
         _check_arguments(module, plan, kwargs)
         kwargs.pop("static_graph", None)  # a promise that helps torch's reducer, of which there is none here
         self._reduced, self._reduced_names = None, None
@@ -60,6 +63,9 @@ class ForwardOverlap(DistributedDataParallel):
         names = {id(p): n for n, p in module.named_parameters()}
         named = [(names[id(p)], p) for p in parameters]
         _check_parameters(named, sparse)
+        _check_agreement(
+            (plan, tuning or Tuning(), _cap(kwargs), bool(self.find_unused_parameters)), self.process_group
+        )
         order = list(reversed(range(len(named))))  # as torch guesses, until backward has shown its order
         sizes = [named[i][1].numel() * named[i][1].element_size() for i in order]
         self.exchange = Exchange(
@@ -174,6 +180,18 @@ def _check_arguments(module: nn.Module, plan: object, kwargs: dict[str, Any]) ->
         raise Error("overlap: the module is scripted, and scripted code does not wait for parameters on their way")
     if any(hasattr(p, "_in_backward_optimizers") for p in module.parameters()):
         raise Error("overlap: optimisers that run inside backward need whole gradients")
+
+
+def _check_agreement(mine: object, group: dist.ProcessGroup) -> None:
+    """Ranks that were told different things would wait for each other for ever."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    for rank, theirs in enumerate(said):
+        if theirs != said[0]:
+            raise Error(
+                "plan, tuning, bucket_cap_mb, find_unused_parameters: expected the same on all ranks, but rank "
+                f"{rank} was given others than rank 0"
+            )
 
 
 def _check_parameters(named: list[tuple[str, nn.Parameter]], sparse: list[bool]) -> None:
