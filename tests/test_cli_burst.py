@@ -35,8 +35,9 @@ def test_the_table_says_what_bursting_gains_and_frees(folder: Path) -> None:
     arguments = ("plan", folder / "job.json", "--burst", "--devices", "8", "--batch", "32")
     done = run(*arguments, "-o", folder / "plan.json", "--png", folder / "p.png")
     assert done.exit_code == 0, done.stderr
-    for words in ("dp:1", "dp:8", "deeppool:2", "-> burst fastest", "free of 8", "Worth bursting", "Predicted"):
-        assert words in done.stdout
+    words = ("dp:1", "dp:8", "deeppool:2", "-> burst fastest", "free of 8", "Worth bursting", "Predicted")
+    for word in (*words, "Behind backward"):
+        assert word in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert (folder / "p.png").read_bytes().startswith(b"\x89PNG")
     plan = store.read(folder / "plan.json", BurstPlan)
@@ -111,3 +112,14 @@ def batch(size): return torch.randn(size, 8)
     done = run("profile", folder / "stuck.py", "--graph", "--batch", "4", "--steps", "1", "-o", folder / "stuck.json")
     assert done.exit_code == 0 and "note: model Fork cannot be traced" in done.stderr
     assert store.read(folder / "stuck.json", Profile).edges == ()
+
+
+def test_memory_that_binds_takes_the_narrow_plans_away(folder: Path) -> None:
+    """Outputs of one sample are 4 bytes: 32 of them on one device are too many where 20 fit."""
+    profile = uneven()
+    state = 4 * sum(layer.parameter_bytes for layer in profile.layers)
+    gib = (state + 6 * 4 * 20) / 2**30
+    arguments = ("plan", folder / "job.json", "--burst", "--devices", "8", "--batch", "32", "--memory", repr(gib))
+    done = run(*arguments, "-o", folder / "p.json")
+    assert done.exit_code == 0, done.stderr
+    assert store.read(folder / "p.json", BurstPlan).prediction.memory <= gib * 2**30

@@ -117,7 +117,10 @@ class BurstPlanner:
         plans = [self.fastest()]
         for limit in sorted(amplifications, reverse=True):
             if limit < plans[-1].prediction.amplification:
-                plans.append(self.fastest(amplification=limit))
+                try:
+                    plans.append(self.fastest(amplification=limit))
+                except Error:  # memory does not allow so little device-time: nor any less
+                    break
         return plans
 
     def policy(self, name: str, *, amplification: float | None = None) -> BurstPlan:

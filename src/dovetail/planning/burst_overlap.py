@@ -9,6 +9,7 @@ out at the end on the devices of the last bucket.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dovetail.core.burst import BurstPlan
+from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, FloatArray
 from dovetail.core.profile import Profile
 
@@ -105,9 +107,15 @@ def fastest_overlapped(planner: BurstPlanner, *, amplification: float | None = N
     for share in SHARES:
         partly = replace(planner, cost=_PartlyHidden(planner.cost, share))
         limits = [amplification] if amplification is not None else []
-        plans += [partly.fastest(), *(partly.fastest(amplification=a) for a in [*limits, 1.0])]
-    found = [overlapped(planner, p) for p in plans]
+        plans.append(partly.fastest())
+        for limit in [*limits, 1.0]:
+            with contextlib.suppress(Error):  # memory may not allow so little device-time
+                plans.append(partly.fastest(amplification=limit))
+    fit = [p for p in plans if planner.memory is None or p.prediction.memory <= planner.memory]
+    found = [overlapped(planner, p) for p in fit]
     within = [p for p in found if amplification is None or p.prediction.amplification <= amplification * (1 + 1e-9)]
+    if not within:
+        raise Error(f"no overlapped plan for {planner.profile.name!r} within {amplification:g} and the memory given")
     best = min(within, key=lambda p: (p.prediction.iteration, p.prediction.device_time))
     return msgspec.structs.replace(best, policy="overlapped")
 

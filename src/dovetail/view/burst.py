@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from dovetail.core.burst import BurstPlan
 from dovetail.core.errors import Error
 from dovetail.planning.burst import BurstPlanner
 from dovetail.planning.burst_background import LIMITS, background
+from dovetail.planning.burst_overlap import fastest_overlapped, overlapped
 
 from . import units
 from .palette import MARKERS, SERIES
@@ -25,6 +27,8 @@ SHOWN = (1.1, 1.25, 1.5, 2.0, 3.0)
 """Limits on total device-time that get a row of the table."""
 NOTHING = 0.02
 """Differences below two per cent are called none: layer times are not known better."""
+MOST_CELLS = 1500
+"""Layers times choices up to which plans with hidden gradients are looked for too."""
 WORTH = 0.1
 """Of the speed, or of the devices, from which on a gain is worth another way of training."""
 
@@ -126,7 +130,10 @@ def sentences(found: Study) -> list[str]:
         + (f"{gain:.0%} faster than" if gain >= NOTHING else "no faster than")
         + f" {best.policy} ({units.seconds(best.prediction.iteration)}), the fastest data-parallel one.",
     ]
-    freed = [_freed(planner, r.plan) for r in found.rows if r.plan.policy.startswith("dp:") and r.plan.counts[0] > 1]
+    lines += _behind_backward(planner, best)
+    most_memory = planner.memory if planner.memory is not None else math.inf
+    fit = [r.plan for r in found.rows if r.plan.policy.startswith("dp:") and r.plan.prediction.memory <= most_memory]
+    freed = [_freed(planner, plan) for plan in fit if plan.counts[0] > 1]
     most = max(freed, key=lambda f: f[1] - f[2], default=None)
     more = (most[1] - most[2]) / devices if most is not None else 0.0
     if most is not None and more >= NOTHING:
@@ -144,6 +151,17 @@ def sentences(found: Study) -> list[str]:
     else:
         lines.append("Worth bursting: its layers are uneven.")
     return lines + _doubts(planner, found.chosen.plan)
+
+
+def _behind_backward(planner: BurstPlanner, dp: BurstPlan) -> list[str]:
+    """What is left of it where gradients travel behind backward; left out where that takes long to find out."""
+    if len(planner.choices) * len(planner.profile.layers) > MOST_CELLS:
+        return []
+    same, best = overlapped(planner, dp).prediction, fastest_overlapped(planner).prediction
+    return [
+        f"All-reduces are paid for in full here. Behind backward, as well as merging can hide them, {dp.policy} would "
+        f"take {units.seconds(same.iteration)} and burst {units.seconds(best.iteration)}."
+    ]
 
 
 def _freed(planner: BurstPlanner, dp: BurstPlan) -> tuple[BurstPlan, float, float]:
