@@ -56,7 +56,7 @@ class Word:
     step: int
     samples: float
     seconds: float
-    """What its own computation took in the step before."""
+    """What its own computation took in the step before, per sample."""
     metric: bool
     """Whether it knows the optimiser's metric."""
     rate: float = 0.0

@@ -349,7 +349,7 @@ class PartialBackprop(nn.Module):
         self._step += 1
         self._now = self._depths.at(self._step)
         self._seen.clear()
-        self._last_spent = self._spent
+        self._last_spent = self._spent / max(self._samples, 1)  # workers may have different batches
         self._samples, self._spent = 0, 0.0
 
     def _check_use(self) -> None:
