@@ -19,10 +19,10 @@ from .depth_models import build, cuts, inputs, loss
 from .depth_scenarios import difference, identical, oracle, partial
 
 
-def guarded(steps: int, epsilon: float, *, optimizer: str = "Adam") -> dict[str, Any]:
+def guarded(steps: int, epsilon: float, *, optimizer: str = "Adam", annealed: bool = False) -> dict[str, Any]:
     """Trains under the guard; the noise it reports is compared with that of all workers' gradients in one process."""
     k, rank = dist.get_world_size(), dist.get_rank()
-    guard = Guard(epsilon=epsilon, every=4, patience=2, smoothing=1.0)
+    guard = Guard(epsilon=epsilon, every=4, patience=2, smoothing=1.0, annealed=annealed)
     ours = partial("transformer", list(range(1, k + 1)), guard=guard)
     learner = getattr(torch.optim, optimizer)(ours.parameters(), lr=0.01)
     depths, same, worst = [], True, 0.0
@@ -37,6 +37,8 @@ def guarded(steps: int, epsilon: float, *, optimizer: str = "Adam") -> dict[str,
             reported = [n * 4 * k for n in ours.decisions[-1].noise]
             worst = max(worst, *(abs(a - b) / b if b != a else 0.0 for a, b in zip(reported, mine, strict=True)))
         learner.step()
+        if annealed:
+            learner.param_groups[0]["lr"] *= 0.7
         same &= identical(ours.module)
     return {
         "depths": depths,

@@ -53,6 +53,7 @@ FOUR: Calls = {
     "phases": (changes.phases, {}),
     "guarded": (changes.guarded, {"steps": 14, "epsilon": 0.02}),
     "guarded, plain": (changes.guarded, {"steps": 10, "epsilon": 0.3, "optimizer": "SGD"}),
+    "annealed": (changes.guarded, {"steps": 14, "epsilon": 0.02, "annealed": True}),
     "careless": (changes.guarded, {"steps": 10, "epsilon": 0.99}),
     "slow for a while": (changes.slow_for_a_while, {}),
 }
@@ -168,6 +169,15 @@ def test_without_second_moments_the_plain_metric_is_used(runs: Runs) -> None:
     for result in runs("4: guarded, plain"):
         assert result["worst"] <= 1e-9 and result["same"]
         assert "plain metric" in result["lines"][0]
+
+
+def test_an_annealed_guard_judges_noise_at_the_present_learning_rate(runs: Runs) -> None:
+    for result in runs("4: annealed"):
+        assert result["same"] and result["worst"] <= 1e-9
+        # Seven and eleven steps after the first, at seven tenths each; the last step's rate is what counts.
+        assert f"{0.7**6:.0%} of the peak rate" in result["lines"][0]
+        assert f"{0.7**10:.0%} of the peak rate" in result["lines"][1]
+        assert result["counts"][1] == [1, 2, 3, 4], "small steps average the noise out"
 
 
 def test_a_guard_that_allows_everything_comes_to_the_plans_own_ladder(runs: Runs) -> None:

@@ -33,6 +33,8 @@ class Guard:
     """Weight of the newest measurement in the running means of tr(Σ) and of |G|², which are kept apart."""
     patience: int = 2
     """Measurements before the first decision; until then all workers run at full depth."""
+    annealed: bool = False
+    """Whether the bound counts at the present learning rate (`planning.anneal`): stricter at its peak, then looser."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon < 1:
@@ -197,13 +199,16 @@ class Decision:
     workers: int
     fewer: int | None
     """So many workers at full depth would serve as well for less."""
+    rate: float | None = None
+    """Learning rate over its peak, where the bound depends on it."""
 
     def __str__(self) -> str:
         noise = " ".join("∞" if math.isinf(n) else f"{n:.2g}" for n in self.noise)
+        metric = f"{self.metric} metric" + (f", {self.rate:.0%} of the peak rate" if self.rate is not None else "")
         counts = " ".join(map(str, self.counts))
         change = "stay" if self.counts == self.before else f"were {' '.join(map(str, self.before))}, now"
         line = (
-            f"step {self.step}: noise/batch {noise} ({self.metric} metric), input to output; contributors {change} "
+            f"step {self.step}: noise/batch {noise} ({metric}), input to output; contributors {change} "
             f"{counts} of {self.workers}; expected {self.progress:.0%} of full progress at {self.cost:.0%} of its cost"
         )
         if self.fewer is not None:
@@ -222,14 +227,17 @@ def decide(
     forward: float = 1.0,
     backward: Sequence[float] | None = None,
     metric: str = "plain",
+    counts: Sequence[int] | None = None,
+    rate: float | None = None,
 ) -> Decision:
     """The guard's whole judgement of one measured step, from smoothed moments.
 
     `least` are the plan's own counts: the guard deepens what is too noisy and never goes below the plan. `forward` and
-    `backward` default to a backward pass of twice the forward's time in segments of equal time.
+    `backward` default to a backward pass of twice the forward's time in segments of equal time. `counts` are those of
+    another rule, in place of `fewest`, with the learning `rate` over its peak if that rule looks at it.
     """
     shares = list(backward) if backward is not None else [2.0 / len(segments)] * len(segments)
-    counts = fewest(segments, batches, epsilon=guard.epsilon, least=least)
+    counts = tuple(counts) if counts else fewest(segments, batches, epsilon=guard.epsilon, least=least)
     return Decision(
         step=step,
         metric=metric,
@@ -240,4 +248,5 @@ def decide(
         cost=cost(counts, batches, forward=forward, backward=shares),
         workers=len(batches),
         fewer=fewer_workers(segments, counts, batches, forward=forward, backward=shares),
+        rate=rate,
     )

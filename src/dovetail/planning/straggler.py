@@ -1,8 +1,9 @@
 """Who is slow for a while, and how deep such a worker may still go. Pure: every rank comes to the same answer.
 
-A worker's slowness is the time that its own computation took, over what its depth should take, over the median of that
-among all workers. A worker that was slow in each of the last few steps gets the deepest depth with which it keeps up
-with a healthy worker at full depth; when it was not slow in each of the last few steps, it gets its own depth back.
+A worker's slowness is the time per sample that its own computation took, over what its depth should take, over the
+median of that among all workers. A worker that was slow in each of the last few steps gets the deepest depth with which
+it keeps up with a healthy worker at full depth; when it was not slow in each of the last few steps, it gets its own
+depth back.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Pace:
         self.limits: tuple[int, ...] = (segments,) * workers
 
     def update(self, seconds: Sequence[float], depths: Sequence[int]) -> list[str]:
-        """Takes in what each worker computed for in a step at these depths; returns one line for every change."""
+        """Takes in what each worker took per sample in a step at these depths; returns one line for every change."""
         relative = [t / self._cost(d) for t, d in zip(seconds, depths, strict=True)]
         # The lower median: with two workers, one of which is slow, the healthy one is the measure.
         usual = statistics.median_low(relative)

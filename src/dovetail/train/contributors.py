@@ -56,17 +56,19 @@ class Word:
     step: int
     samples: float
     seconds: float
-    """What its own computation took in the step before."""
+    """What its own computation took in the step before, per sample."""
     metric: bool
     """Whether it knows the optimiser's metric."""
+    rate: float = 0.0
+    """The optimiser's learning rate at the last step."""
     failed: bool = False
 
     def numbers(self) -> list[float]:
-        return [float(self.step), self.samples, self.seconds, float(self.metric), float(self.failed)]
+        return [float(self.step), self.samples, self.seconds, float(self.metric), self.rate, float(self.failed)]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Word:
-        return cls(int(numbers[0]), numbers[1], numbers[2], bool(numbers[3]), bool(numbers[4]))
+        return cls(int(numbers[0]), numbers[1], numbers[2], bool(numbers[3]), numbers[4], bool(numbers[5]))
 
 
 @dataclass(eq=False)

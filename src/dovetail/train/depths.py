@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dovetail.core.depth import DepthPlan, Phase
 from dovetail.core.errors import Error
-from dovetail.planning.guard import assign, counts_of
-from dovetail.planning.straggler import Pace
+from dovetail.planning.guard import Guard, assign, counts_of
+from dovetail.planning.straggler import Pace, Stragglers
 
 from .guard import Watch
 
@@ -47,3 +47,27 @@ class Depths:
 
     def _phase(self, step: int) -> Phase:
         return next(p for p in reversed(self._plan.phases) if step >= p.begins * self._steps)
+
+
+def schedule(
+    plan: DepthPlan,
+    *,
+    guard: Guard | None,
+    stragglers: Stragglers | None,
+    rotate: bool,
+    steps: int | None,
+    speak: bool,
+) -> Depths:
+    """The depths of a training with its watchers; `speak` lets this rank write the guard's log."""
+    count = len(plan.segments)
+    predicted = plan.full.workers
+    forward, backward = sum(w.forward for w in predicted), sum(w.backward for w in predicted)
+    if not (forward and backward):
+        forward, backward = 1.0, 2.0  # what is usual, where nobody has measured
+    watch = pace = None
+    if guard is not None:
+        shares = [backward / count] * count  # segments are cut so that each takes as long
+        watch = Watch(guard, segments=count, workers=plan.workers, forward=forward, backward=shares, speak=speak)
+    if stragglers is not None:
+        pace = Pace(stragglers, workers=plan.workers, segments=count, forward=forward, backward=backward)
+    return Depths(plan, steps=steps, rotate=rotate, watch=watch, pace=pace)

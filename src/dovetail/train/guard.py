@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dovetail.planning.anneal import Rate, fewest_at
 from dovetail.planning.guard import Decision, Guard, Moments, decide, moments, smoothed
 
 from .contributors import Delivery
@@ -36,12 +37,17 @@ class Watch:
         self._moments: list[Moments | None] = [None] * segments
         self._measured = 0
         self._metric = ""
+        self._rate, self._relative_rate = Rate(), 1.0
         self.counts: tuple[int, ...] = (workers,) * segments
         """What the guard asks for now: full depth until it has seen enough."""
         self.decisions: list[Decision] = []
 
     def due(self, step: int) -> bool:
         return step % self.guard.every == self.guard.every - 1
+
+    def follow(self, learning_rate: float) -> None:
+        """The first rank's learning rate, at every step: its peak is what later ones are compared with."""
+        self._relative_rate = self._rate(learning_rate)
 
     def take(self, delivery: Delivery, order: Sequence[int], least: Sequence[int]) -> None:
         """One measured step: `order` is the one in which workers go deep, `least` the plan's own counts."""
@@ -63,21 +69,30 @@ class Watch:
         known = [m for m in self._moments if m is not None]
         if self._measured < self.guard.patience or len(known) < segments:
             return
+        batches = [delivery.words[worker].samples for worker in order]
+        annealed: dict[str, Any] = {}
+        if self.guard.annealed:
+            rate = self._relative_rate
+            counts = fewest_at(known, batches, epsilon=self.guard.epsilon, rate=rate, least=least)
+            annealed = {"counts": counts, "rate": rate}
         decision = decide(
             self.guard,
             known,
-            [delivery.words[worker].samples for worker in order],
+            batches,
             step=delivery.word.step,
             before=self.counts,
             least=least,
             forward=self._forward,
             backward=self._backward,
             metric=metric,
+            **annealed,
         )
         self.counts = decision.counts
+        advised = bool(self.decisions) and self.decisions[-1].fewer == decision.fewer
         self.decisions.append(decision)
         if self._speak:
-            log.log(logging.INFO if decision.counts != decision.before else logging.DEBUG, "guard: %s", decision)
+            news = decision.counts != decision.before or (decision.fewer is not None and not advised)
+            log.log(logging.INFO if news else logging.DEBUG, "guard: %s", decision)
 
 
 class OptimiserMetric:
@@ -86,12 +101,16 @@ class OptimiserMetric:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._ids = {id(p) for p in parameters}
         self._state: dict[int, dict[str, Any]] = {}
+        self.learning_rate = 0.0
+        """Of the last step; the largest among the groups of parameters. 0 while unknown."""
 
     def seen(self, optimizer: torch.optim.Optimizer) -> None:
+        rates = []
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self._ids:
-                    self._state[id(parameter)] = optimizer.state[parameter]
+            ours = [parameter for parameter in group["params"] if id(parameter) in self._ids]
+            self._state.update({id(parameter): optimizer.state[parameter] for parameter in ours})
+            rates += [float(group.get("lr", 0.0))] if ours else []
+        self.learning_rate = max(rates, default=self.learning_rate)
 
     def known(self, leaves: Sequence[Leaf]) -> bool:
         return bool(leaves) and all(self._second_moment(leaf) is not None for leaf in leaves)

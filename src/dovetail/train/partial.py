@@ -23,12 +23,12 @@ from dovetail.core.profile import Profile
 from dovetail.measure.passes import tensors_in
 from dovetail.planning import depth_stream
 from dovetail.planning.guard import Decision, Guard
-from dovetail.planning.straggler import Pace, Stragglers
+from dovetail.planning.straggler import Stragglers
 
 from . import scout
 from .contributors import Bucket, Courier, Delivery, Word
-from .depths import Depths
-from .guard import OptimiserMetric, Watch
+from .depths import schedule
+from .guard import OptimiserMetric
 from .integrations import keep
 from .rotation import RotatingBatches
 from .segments import Leaf, Segments
@@ -118,7 +118,14 @@ class PartialBackprop(nn.Module):
         """Everything that needs the plan. All ranks come here with the same one."""
         self.plan = plan
         self._segments = Segments(self.module, plan)
-        self._depths = self._schedule(plan)
+        self._depths = schedule(
+            plan,
+            guard=self._guard,
+            stragglers=self._stragglers,
+            rotate=self._rotate == "depth",
+            steps=self.steps,
+            speak=self.rank == 0,
+        )
         self._wish = {name: i for i, names in enumerate(buckets) for name in names}
         self._index = {leaf: i for i, leaf in enumerate(self._segments.leaves)}
         self._bucket_leaves(self._segments.leaves)
@@ -239,26 +246,6 @@ class PartialBackprop(nn.Module):
             if their_shapes != said[0][1]:
                 raise Error(f"PartialBackprop: expected the same model on all ranks, rank {rank} has another")
 
-    def _schedule(self, plan: DepthPlan) -> Depths:
-        count = self._segments.count
-        predicted = plan.full.workers
-        forward, backward = sum(w.forward for w in predicted), sum(w.backward for w in predicted)
-        if not (forward and backward):
-            forward, backward = 1.0, 2.0  # what is usual, where nobody has measured
-        watch = pace = None
-        if self._guard is not None:
-            watch = Watch(
-                self._guard,
-                segments=count,
-                workers=plan.workers,
-                forward=forward,
-                backward=[backward / count] * count,
-                speak=self.rank == 0,
-            )
-        if self._stragglers is not None:
-            pace = Pace(self._stragglers, workers=plan.workers, segments=count, forward=forward, backward=backward)
-        return Depths(plan, steps=self.steps, rotate=self._rotate == "depth", watch=watch, pace=pace)
-
     def _bucket_leaves(self, leaves: Sequence[Leaf]) -> None:
         """One bucket for each segment and dtype, or the merge planner's; the last segments first."""
         groups: dict[tuple[Any, ...], list[Leaf]] = {}
@@ -316,7 +303,8 @@ class PartialBackprop(nn.Module):
         watch = self._depths.watch
         leaves = [leaf for bucket in self._buckets for leaf in bucket.leaves]
         measured = watch is not None and watch.due(self._step)
-        word = Word(self._step, float(self._samples), self._last_spent, measured and self._metric.known(leaves))
+        known = measured and self._metric.known(leaves)
+        word = Word(self._step, float(self._samples), self._last_spent, known, self._metric.learning_rate)
         self._left = [len(bucket.leaves) for bucket in self._buckets]
         self._delivery = Delivery(word, self._now, self._segments.count, self._buckets)
         self._delivery.metric = self._metric if measured else None
@@ -349,6 +337,8 @@ class PartialBackprop(nn.Module):
     def _look_back(self, delivery: Delivery) -> None:
         """What the step says about the next ones. All ranks have heard the same."""
         watch, pace = self._depths.watch, self._depths.pace
+        if watch is not None:
+            watch.follow(delivery.words[0].rate)
         if watch is not None and delivery.metric is not None:
             watch.take(delivery, self._depths.order(self._step), self._depths.least(self._step))
         if pace is not None and self._step:
@@ -359,7 +349,7 @@ class PartialBackprop(nn.Module):
         self._step += 1
         self._now = self._depths.at(self._step)
         self._seen.clear()
-        self._last_spent = self._spent
+        self._last_spent = self._spent / max(self._samples, 1)  # workers may have different batches
         self._samples, self._spent = 0, 0.0
 
     def _check_use(self) -> None:
