@@ -234,7 +234,7 @@ def overhead_check(quick: bool) -> list[Check]:
     """
     from dovetail.simulate.launch import launch
 
-    results = launch(["-c", OVERHEAD, "500" if quick else "8000"], ranks=2, timeout=900)
+    results = launch(["-c", OVERHEAD, "500" if quick else "3000"], ranks=2, timeout=900)
     times = np.max([r.report for r in results], axis=0)  # of the slower rank; modules × turns
     theirs, ours = times[[0, 2]].mean(axis=0), times[[1, 3]].mean(axis=0)
     ratio = float(np.median(ours / theirs))
