@@ -152,10 +152,3 @@ def lower_bound(cycle: Cycle) -> float:
         updating = float(exact.remaining(cycle.backward, cycle.update)[0][0])
         return max(reduced, cycle.backward.backward + updating) + forward
     return reduced + cycle.step + forward
-
-
-def exposed(cycle: Cycle, cuts: list[int]) -> float:
-    """Seconds of the period in which communication is waited for."""
-    found = phases(cycle, cuts)
-    busy = sum(stop - start for start, stop in found.updates)
-    return max(0.0, found.period - cycle.backward.backward - busy - cycle.forward.backward)
