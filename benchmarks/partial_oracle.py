@@ -232,6 +232,8 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
             running = [guarding.smoothed(a, b, options.smoothing) for a, b in zip(before, found, strict=True)]
             seen += 1
             if seen >= options.patience and late:
+                annealed = contestant.rule == "annealed"
+                rate_counts = fewest_at(running, batches, epsilon=options.epsilon, rate=falling) if annealed else None
                 decision = guarding.decide(
                     options,
                     running,
@@ -240,11 +242,11 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
                     before=counts,
                     backward=[2 * s for s in oracle.shares],
                     metric="optimiser's" if had_metric else "plain",
+                    counts=rate_counts,
+                    rate=falling if annealed else None,
                 )
                 log.append(str(decision))
                 counts = decision.counts
-                if contestant.rule == "annealed":
-                    counts = fewest_at(running, batches, epsilon=options.epsilon, rate=falling)
         else:
             oracle.gradients(x, y, depths, batches)
         if task.clip:
