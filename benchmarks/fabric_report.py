@@ -58,15 +58,15 @@ def checks(cells: list[Cell]) -> list[Check]:
         )  # fmt: skip
     if costed := part(cells, "cost"):
         # Taken off, whole nanoseconds are left over: single cells of the second are good to a tenth.
-        for what, key, judged in (
-            ("", "ratio", max),
-            (", the runner's share taken off both", "net_ratio", statistics.median),
+        for what, key, target, judged in (
+            ("", "ratio", "≤ 2 in the worst case", max),
+            (", the runner's share taken off both", "net_ratio", "median ≤ 2", statistics.median),
         ):
             found = [round(c[key], 2) for c in costed]
             add(
                 "Cost per packet in the kernel's test runner: transit ≤ 2 × a plain XDP redirect with the same header "
                 f"work{what}",
-                {"median": statistics.median(found), "worst": max(found)}, "≤ 2", judged(found) <= 2,
+                {"median": statistics.median(found), "worst": max(found)}, target, judged(found) <= 2,
             )  # fmt: skip
         ingress = {f"{c['switches']} switches": f"{c['search']:g}" for c in part(cells, "cost", policy="any path")}
         add("Ingress computation for 20, 64, 256 switches reported (ns)", ingress, "reported", len(ingress) >= 3)
