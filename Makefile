@@ -36,8 +36,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: env
 	@$(BIN)/dovetail demo
 
+# Three files at a time, since many tests wait; the fabric's tests, which watch kernels forward packets, by themselves.
 test: env lint
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --ignore tests/fabric
+	@$(BIN)/python -m pytest -q tests/fabric
 
 lint: env
 	@$(BIN)/ruff check .
