@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 # Machines differ in speed: a slow example is not a failing one.
 settings.register_profile("dovetail", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dovetail")
+
+# A shell starts what runs in its background deaf to Ctrl-C, and processes inherit that; tests interrupt their own.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
