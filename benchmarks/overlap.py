@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from common import Check, console, finish, parser, quantiles
 from dovetail import measure
 from dovetail.core.errors import Error
 from dovetail.core.profile import Profile
+from dovetail.core.scratch import scratch
 from dovetail.simulate.launch import launch
 from dovetail.simulate.layered import in_layer_order
 from dovetail.simulate.shaped import available, bits_per_second, shaped
@@ -112,7 +112,7 @@ def contest(scaled: Profile, *, quick: bool) -> list[Outcome]:
         tuning |= {"measure": 5, "steps": 2, "candidates": 2, "network_seconds": 6.0}
     budget = 6.0 if quick else 20.0
     spec = Spec(profile=scaled, rounds=rounds, settle=settle, steps=steps, budget=budget, tuning=tuning)
-    with tempfile.TemporaryDirectory(prefix="dovetail-overlap-") as folder, shaped(RANKS, rate=RATE) as network:
+    with scratch("overlap") as folder, shaped(RANKS, rate=RATE) as network:
         path = Path(folder, "spec.json")
         path.write_bytes(msgspec.json.encode(spec))
         results = launch(

@@ -152,7 +152,7 @@ def _turn(c: Contestant, spec: Spec) -> tuple[list[float], float]:
 
 def _merge(spec: Spec, network: Network, x: Tensor, default: Plan) -> Contestant:
     """What `dovetail.DistributedDataParallel(model)` keeps on its own."""
-    tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
+    tuning = dovetail.Tuning(**spec.tuning)
     model: Any = dovetail.DistributedDataParallel(layered(spec.profile), tuning=tuning)
     iterate = _plain(model, x)
     return Contestant(iterate, lambda: None, _predicted(_tuned(model, iterate), default, spec.profile, network))
@@ -166,7 +166,7 @@ def _tuned(model: Any, iterate: Callable[[], None]) -> Plan | None:
         print(model.explain(), flush=True)
     group = dist.group.WORLD
     assert group is not None
-    return agree.from_first(model.report.plan, group, torch.device("cpu"))  # type: ignore[no-any-return]
+    return agree.from_first(model.report.plan, group, torch.device("cpu"))
 
 
 def _predicted(kept: Plan | None, default: Plan, profile: Profile, network: Network) -> Plan:
@@ -189,7 +189,7 @@ def _plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
 
 def _overlap(spec: Spec, network: Network, x: Tensor) -> Contestant:
     """What the two lines keep on their own. The optimiser cannot be left out: parameters are sent for its sake."""
-    tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
+    tuning = dovetail.Tuning(**spec.tuning)
     model: Any = dovetail.DistributedDataParallel(layered(spec.profile), overlap="forward", tuning=tuning)
     optimizer: Any = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
 
@@ -218,7 +218,7 @@ def _fsdp2(profile: Profile, x: Tensor) -> Contestant:
     for i, head in enumerate(heads):
         head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + PREFETCH])
     # On a processor there are no streams: without this every all-gather would be waited for where it starts.
-    model._set_unshard_async_op(True)  # type: ignore[operator]
+    model._set_unshard_async_op(True)
     return Contestant(_plain(model, x), lambda: None, blocks=len(groups))
 
 
@@ -270,7 +270,7 @@ class _Transformer(nn.Module):
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         h = self.token(tokens) + self.place(torch.arange(length))
-        return self.head(self.blocks(h, mask=mask, is_causal=True))  # type: ignore[no-any-return]
+        return self.head(self.blocks(h, mask=mask, is_causal=True))
 
 
 def _library() -> Tensor:

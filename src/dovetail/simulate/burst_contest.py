@@ -10,11 +10,9 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,7 @@ from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
 from dovetail.planning.burst_overlap import fastest_overlapped
 
 from .burst import simulate_burst
-from .contest import Setting
+from .contest import Setting, hold
 
 if TYPE_CHECKING:
     from dovetail.train.burst import Burst
@@ -119,9 +117,6 @@ def run(
 
     `network_seconds` is the time for measuring the network, for each number of ranks.
     """
-    from .launch import launch
-    from .shaped import shaped
-
     spec = Spec(
         profile=profile,
         batch=batch,
@@ -132,20 +127,9 @@ def run(
         latency=setting.latency,
         network_seconds=network_seconds,
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="dovetail-burst-") as folder,
-        shaped(setting.ranks, rate=setting.rate, burst="32kb") if setting.rate else nullcontext() as network,
-    ):
-        path = Path(folder, "spec.json")
-        path.write_bytes(msgspec.json.encode(spec))
-        results = launch(
-            ["-m", "dovetail.simulate.burst_contest", str(path)],
-            ranks=setting.ranks,
-            network=network,
-            timeout=timeout,
-            on_line=lambda rank, line: on_line(line) if on_line and rank == 0 else None,
-        )
-    return msgspec.convert(results[0].report, Outcome, strict=False)
+    # Messages are small here: a link must not let many of them pass for nothing.
+    setting = replace(setting, burst="32kb")
+    return msgspec.convert(hold(__name__, spec, setting, timeout=timeout, on_line=on_line), Outcome, strict=False)
 
 
 def make_plan(spec: Spec, policy: str, links: MeasuredLinks, devices: int) -> BurstPlan:

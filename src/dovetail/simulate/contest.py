@@ -84,6 +84,8 @@ class Setting:
     rate: str | None = "1gbit"
     """Of every rank's link, in both directions; None for loopback, which has no limit."""
     latency: float | None = None
+    burst: str = "256kb"
+    """What a link may send at once after a pause."""
 
 
 def run(
@@ -100,9 +102,6 @@ def run(
     on_line: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Lets `policies` and dovetail compete for `profile`; lines of progress go to `on_line`."""
-    from .launch import launch
-    from .shaped import shaped
-
     spec = Spec(
         profile=profile,
         policies=tuple(policies),
@@ -113,20 +112,30 @@ def run(
         latency=setting.latency,
         tuning=tuning or {},
     )
+    return msgspec.convert(hold(__name__, spec, setting, timeout=timeout, on_line=on_line), Outcome)
+
+
+def hold(
+    module: str, spec: store.Record, setting: Setting, *, timeout: float, on_line: Callable[[str], None] | None
+) -> Any:
+    """Runs `python -m module SPEC` on every rank of the setting and returns what the first one reports."""
+    from .launch import launch
+    from .shaped import shaped
+
     with (
         scratch("contest") as folder,
-        shaped(setting.ranks, rate=setting.rate) if setting.rate else nullcontext() as network,
+        shaped(setting.ranks, rate=setting.rate, burst=setting.burst) if setting.rate else nullcontext() as network,
     ):
-        path = Path(folder, "spec.json")
+        path = folder / "spec.json"
         path.write_bytes(msgspec.json.encode(spec))
         results = launch(
-            ["-m", "dovetail.simulate.contest", str(path)],
+            ["-m", module, str(path)],
             ranks=setting.ranks,
             network=network,
             timeout=timeout,
             on_line=lambda rank, line: on_line(line) if on_line and rank == 0 else None,
         )
-    return msgspec.convert(results[0].report, Outcome)
+    return results[0].report
 
 
 def _rank(spec: Spec) -> Any:

@@ -15,7 +15,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from typing import Any
 from dovetail.core.depth import DepthPlan
 from dovetail.core.errors import Error, InputError
 from dovetail.core.plan import Plan
+from dovetail.core.scratch import scratch
 from dovetail.core.store import read
 from dovetail.train.integrations import check_environment
 
@@ -67,9 +67,10 @@ def train(
         raise Error("epsilon, steps: expected together with spb, which they belong to")
     if workers < 1:
         raise Error(f"workers: expected at least 1, got {workers}")
-    logs = tempfile.TemporaryDirectory(prefix="dovetail-train-")  # torchrun leaves its own behind
+    stack = contextlib.ExitStack()
+    logs = stack.enter_context(scratch("train"))  # torchrun leaves its own behind
     command = [sys.executable, "-c", _DYING_WITH_PARENT, str(os.getpid())]
-    command += ["-m", "dovetail.train.agent", "--standalone", f"--nproc-per-node={workers}", f"--log-dir={logs.name}"]
+    command += ["-m", "dovetail.train.agent", "--standalone", f"--nproc-per-node={workers}", f"--log-dir={logs}"]
     options = {"--plan": plan, "--spb": spb, "--epsilon": epsilon, "--steps": steps}
     told = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     command += ["-m", "dovetail.train.run", *told, str(script), *args]
@@ -92,7 +93,7 @@ def train(
         if torchrun.poll() is None:
             torchrun.kill()
             torchrun.wait()
-        logs.cleanup()
+        stack.close()
         if torchrun.returncode < 0 or received:
             _kill_all(run)
     if received:
