@@ -281,5 +281,5 @@ if __name__ == "__main__":
     try:
         main()
     except (Error, subprocess.SubprocessError) as e:
-        console.print(f"benchmarks/merge.py: {e}")
+        console.print(f"benchmarks/merge.py: {e}", markup=False)
         sys.exit(1)

@@ -253,5 +253,5 @@ if __name__ == "__main__":
     try:
         main()
     except (Error, subprocess.SubprocessError) as e:
-        console.print(f"benchmarks/overlap.py: {e}")
+        console.print(f"benchmarks/overlap.py: {e}", markup=False)
         sys.exit(1)

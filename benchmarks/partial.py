@@ -224,5 +224,5 @@ if __name__ == "__main__":
     try:
         main()
     except (Error, subprocess.SubprocessError) as e:
-        console.print(f"benchmarks/partial.py: {e}")
+        console.print(f"benchmarks/partial.py: {e}", markup=False)
         sys.exit(1)

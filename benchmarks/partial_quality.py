@@ -129,5 +129,5 @@ if __name__ == "__main__":
     try:
         main()
     except Error as e:
-        console.print(f"benchmarks/partial_quality.py: {e}")
+        console.print(f"benchmarks/partial_quality.py: {e}", markup=False)
         sys.exit(1)
