@@ -161,6 +161,20 @@ def test_the_best_partition_for_every_count_is_found_where_it_is_within_the_limi
             assert period(made, cuts) == pytest.approx(ends[count], rel=SAME)
 
 
+def test_looking_in_cells_loses_at_most_twice_their_edge_for_each_bucket() -> None:
+    coarser = 0
+    for _, made in instances(29, 80, longest=6):
+        exactly = overlap.best_per_count(made, 99, limit=float("inf"))
+        cell = period(made, exactly[min(exactly)]) / 4
+        found = overlap.best_per_count(made, 99, limit=float("inf"), cell=cell)
+        assert set(found) == set(exactly)
+        for count, cuts in found.items():
+            best, mine = period(made, exactly[count]), period(made, cuts)
+            assert best * (1 - 1e-9) <= mine <= best + 2 * cell * count + 1e-9
+            coarser += mine > best * (1 + 1e-9)
+    assert coarser  # the cells are large enough to matter, so the bound was put to the test
+
+
 @st.composite
 def made_cycles(draw: st.DrawFn, *, longest: int = 6) -> Cycle:
     n = draw(st.integers(1, longest))

@@ -32,7 +32,9 @@ from .stream import IntArray, Stream, bucket_bytes, rows
 _ROUNDING = 1e-12
 _MOST_BUCKETS = 24
 _WORTH_A_LOOK = 0.05
-"""Partitions with a given count of buckets are looked for up to so far above the optimum."""
+"""Partitions with a given count of buckets are looked for up to so far above the optimum …"""
+_CELL = 0.002
+"""… and so exactly, as a share of the optimum for each bucket."""
 
 
 def optimal(cycle: Cycle) -> list[int]:
@@ -54,11 +56,15 @@ def fewest(cycle: Cycle, *, tolerance: float = 0.01, best: list[int] | None = No
     return best  # no partition of any count is shorter
 
 
-def best_per_count(cycle: Cycle, most: int, *, limit: float) -> dict[int, list[int]]:
-    """For every number of buckets up to `most`: the shortest period, where one is within `limit` seconds."""
+def best_per_count(cycle: Cycle, most: int, *, limit: float, cell: float = 0.0) -> dict[int, list[int]]:
+    """For every number of buckets up to `most`: the shortest period, where one is within `limit` seconds.
+
+    With a `cell` (seconds) above 0, labels that are that near to each other count as one: at most twice `cell` is lost
+    for each bucket, and fronts stay short whatever the costs.
+    """
     bounds, layers, found = _Bounds.of(cycle, limit), [_nothing(cycle)], {}
     for count in range(1, min(most, len(cycle)) + 1):
-        layers.append(_layer(cycle, bounds, layers[-1]))
+        layers.append(_layer(cycle, bounds, layers[-1], cell=cell))
         if len(layers[-1][-1]):
             found[count] = _walk(cycle, layers, count)
     return found
@@ -67,11 +73,13 @@ def best_per_count(cycle: Cycle, most: int, *, limit: float) -> dict[int, list[i
 def candidates(cycle: Cycle) -> list[list[int]]:
     """Distinct partitions worth a look, the optimum first."""
     best = optimal(cycle)
-    limit = period(cycle, best) * (1 + _WORTH_A_LOOK)
+    shortest = period(cycle, best)
+    # Looks only: what is chosen among them is chosen by its exact periods.
+    most, limit, cell = min(_MOST_BUCKETS, 2 * len(best)), shortest * (1 + _WORTH_A_LOOK), shortest * _CELL
     found = [
         best,
         fewest(cycle, best=best),
-        *best_per_count(cycle, _MOST_BUCKETS, limit=limit).values(),
+        *best_per_count(cycle, most, limit=limit, cell=cell).values(),
         *_simple(cycle),
     ]
     return [list(cuts) for cuts in dict.fromkeys(map(tuple, found))]
@@ -192,7 +200,7 @@ def _empty(cycle: Cycle) -> _Front:
     return _Front(np.zeros((0, 2 if cycle.update is None else 3)), none, none)
 
 
-def _layer(cycle: Cycle, bounds: _Bounds, before: list[_Front] | None) -> list[_Front]:
+def _layer(cycle: Cycle, bounds: _Bounds, before: list[_Front] | None, *, cell: float = 0.0) -> list[_Front]:
     """Fronts of all prefixes: made of one bucket more than `before`, or of any number of buckets if that is None."""
     n, backward, forward = len(cycle), cycle.backward, cycle.forward
     fronts = [_origin(cycle) if before is None else _empty(cycle)]
@@ -218,9 +226,21 @@ def _layer(cycle: Cycle, bounds: _Bounds, before: list[_Front] | None) -> list[_
         reached[:, 0] = np.maximum(reached[:, 0], backward.ready[j] if j < n else backward.backward)
         reached[:, 1] = np.maximum(reached[:, 1], forward.ready[j] if j < n else forward.backward)
         within = np.flatnonzero(bounds.least(cycle, j, reached) <= bounds.limit)
+        if cell:
+            within = within[_apart(reached[within], cell)]
         kept = within[_undominated(reached[within])]
         fronts.append(_Front(reached[kept], start[kept], label[kept]))
     return fronts
+
+
+def _apart(values: FloatArray, cell: float) -> IntArray:
+    """One row, the one with the least sum, of those in each cube of edge `cell`."""
+    cubes = np.floor(values / cell).astype(np.int64)
+    order = np.lexsort((values.sum(axis=1), *cubes.T))
+    cubes = cubes[order]
+    first = np.concatenate([[True], (cubes[1:] != cubes[:-1]).any(axis=1)]) if len(order) else np.zeros(0, dtype=bool)
+    found: IntArray = order[first]
+    return found
 
 
 def _undominated(values: FloatArray) -> IntArray:
