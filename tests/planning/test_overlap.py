@@ -163,9 +163,9 @@ def test_the_best_partition_for_every_count_is_found_where_it_is_within_the_limi
 
 def test_looking_in_cells_loses_at_most_twice_their_edge_for_each_bucket() -> None:
     coarser = 0
-    for _, made in instances(29, 80, longest=6):
+    for _, made in instances(29, 40, longest=14):
         exactly = overlap.best_per_count(made, 99, limit=float("inf"))
-        cell = period(made, exactly[min(exactly)]) / 4
+        cell = period(made, exactly[min(exactly)]) / 8
         found = overlap.best_per_count(made, 99, limit=float("inf"), cell=cell)
         assert set(found) == set(exactly)
         for count, cuts in found.items():
