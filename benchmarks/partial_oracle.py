@@ -198,7 +198,9 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
     peak = optimiser.param_groups[0]["lr"]
     steps = round(task.steps * contestant.steps)
     whole = 3.0 * WORKERS * task.batch * task.steps
-    options = guarding.Guard(epsilon=contestant.epsilon) if contestant.epsilon is not None else None
+    options = None
+    if contestant.epsilon is not None:
+        options = guarding.Guard(epsilon=contestant.epsilon, annealed=contestant.rule == "annealed")
     running: list[guarding.Moments] = []
     falling_rate = Rate()
     seen, counts, had_metric = 0, FULL, False

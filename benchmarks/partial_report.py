@@ -14,6 +14,9 @@ from partial_tasks import TASKS
 FIRST_TRIAL = ((0.88, 0.69), (0.94, 0.80))
 """(work, share of the ladder's gap closed) of the policies to beat."""
 
+GUARD, PLAIN = "annealed guard ε=0.1", "guard"
+"""The library's default guard, and the one whose bound does not follow the learning rate (ε = 0.2)."""
+
 Runs = list[dict[str, Any]]
 
 
@@ -153,7 +156,7 @@ def checks(runs: Runs) -> list[Check]:
     made = []
     for task in TASKS:
         found = rows(runs, task)
-        if not {"full", "ladder", "guard"} <= set(found) or len(found["ladder"].above(found["full"])) < 2:
+        if not {"full", "ladder", GUARD} <= set(found) or len(found["ladder"].above(found["full"])) < 2:
             continue  # one seed shows no spread, and so no gap either
         gap = float(found["ladder"].above(found["full"]).mean())
         if not gap_shows(found):
@@ -166,24 +169,23 @@ def checks(runs: Runs) -> list[Check]:
                 )
             )
             continue
-        share = closed(found["guard"], found)
+        share = closed(found[GUARD], found)
         assert share is not None
         made.append(
             Check(
                 name=f"{task}: the guard closes at least two thirds of any gap that the ladder shows",
-                value=f"{share:.0%} of {gap:.4f} at {found['guard'].mean('work'):.2f} of full's work",
+                value=f"{share:.0%} of {gap:.4f} at {found[GUARD].mean('work'):.2f} of full's work",
                 target="≥ 67 %",
                 holds=share >= 2 / 3,
             )
         )
-        if "annealed guard ε=0.1" in found:
-            annealed = found["annealed guard ε=0.1"]
-            share = closed(annealed, found)
+        if PLAIN in found:
+            share = closed(found[PLAIN], found)
             assert share is not None
             made.append(
                 Check(
-                    name=f"{task}: so does the guard whose bound counts at the present learning rate",
-                    value=f"{share:.0%} at {annealed.mean('work'):.2f} of full's work",
+                    name=f"{task}: so does the guard whose bound does not follow the learning rate",
+                    value=f"{share:.0%} at {found[PLAIN].mean('work'):.2f} of full's work",
                     target="≥ 67 %",
                     holds=share >= 2 / 3,
                 )

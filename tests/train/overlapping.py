@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
-import os
-import signal
-import weakref
 from collections.abc import Callable, Iterable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import dovetail
-from dovetail.train import ring
 from dovetail.train.arriving import Arriving
 
 from .scenarios import QUICK, STEPS, batch, net
@@ -251,79 +244,6 @@ def _evaluated(model: nn.Module) -> list[torch.Tensor]:
     return [out]
 
 
-def stored(folder: str) -> dict[str, Any]:
-    """Trains both, stores ours, and what torch's looks like two steps later."""
-    pairs = both(OPTIMIZERS["adam"])
-    for step in range(3):
-        for model, opt in pairs:
-            opt.zero_grad()
-            loss(model, step).backward()
-            opt.step()
-    (theirs, a), (ours, b) = pairs
-    kept, expected = b.state_dict(), a.state_dict()
-    worst = max(
-        float((torch.as_tensor(kept["state"][i][k]) - torch.as_tensor(v)).abs().max())
-        for i, s in expected["state"].items()
-        for k, v in s.items()
-    )
-    if dist.get_rank() == 0:
-        torch.save({"model": ours.state_dict(), "optimizer": kept}, Path(folder, "kept.pt"))
-    same_form = kept["param_groups"] == expected["param_groups"] and list(kept["state"]) == list(expected["state"])
-    # From here on every number of ranks does the same, so that what they come to can be compared.
-    for step in range(2):
-        a.zero_grad()
-        _same_everywhere(theirs, step).backward()
-        a.step()
-    if dist.get_rank() == 0:
-        torch.save(theirs.module.state_dict(), Path(folder, "later.pt"))
-    dist.barrier()
-    return {"state": worst, "same form": same_form}
-
-
-def _same_everywhere(model: nn.Module, step: int) -> torch.Tensor:
-    batch = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(step))
-    return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.roll(1).flatten())
-
-
-def resumed(folder: str) -> dict[str, float]:
-    """Goes on from the stored state on however many ranks there are, and with plain torch."""
-    kept = torch.load(Path(folder, "kept.pt"))
-    later = torch.load(Path(folder, "later.pt"))
-    ours = dovetail.DistributedDataParallel(Bag(), overlap="forward", bucket_cap_mb=2 * CAP)
-    optimizer = dovetail.optimizer(OPTIMIZERS["adam"](ours.parameters()), ours)
-    ours.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    plain = Bag()
-    plain_optimizer = OPTIMIZERS["adam"](plain.parameters())
-    plain.load_state_dict({k.removeprefix("module."): v for k, v in kept["model"].items()})
-    plain_optimizer.load_state_dict(kept["optimizer"])
-    found = {}
-    for name, model, opt in (("ours", ours, optimizer), ("plain", plain, plain_optimizer)):
-        for step in range(2):
-            opt.zero_grad()
-            _same_everywhere(model, step).backward()
-            opt.step()
-        inner = ours.module if model is ours else plain
-        found[name] = max(float((v.double() - later[k].double()).abs().max()) for k, v in inner.state_dict().items())
-    return found
-
-
-def rebucketed() -> dict[str, Any]:
-    """New buckets in the middle of training, gradients standing, state and all."""
-    (theirs, a), (ours, b) = both(OPTIMIZERS["adam"])
-    count = len(ours.exchange.slots)
-    layouts = [(list(range(count)), [count]), (list(reversed(range(count))), list(range(1, count + 1)))]
-    for step in range(6):
-        for model, opt in ((theirs, a), (ours, b)):
-            loss(model, step).backward()
-            opt.step()
-            if step == 4:
-                opt.zero_grad()
-        if step in (1, 3):
-            b.move(*layouts[step // 2])
-    return {"difference": difference(ours, theirs), "buckets": len(ours.exchange.buckets), "count": count}
-
-
 def planned() -> dict[str, Any]:
     """Through the whole of planning, on real steps, and beyond it."""
     theirs = TorchDDP(Bag())
@@ -458,116 +378,3 @@ def hinted() -> str:
     for step in range(8):
         model(batch(step)).sum().backward()
     return next(line for line in model.explain().splitlines() if "overlap" in line)
-
-
-def refusals() -> dict[str, str]:
-    """What cannot work says so when it is wrapped."""
-
-    def ours(module: nn.Module, **given: Any) -> Any:
-        return dovetail.DistributedDataParallel(module, overlap="forward", **given)
-
-    model = ours(nn.Linear(4, 4))
-    held = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    other = ours(nn.Linear(4, 4))
-    stranger = nn.Parameter(torch.zeros(3))
-    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-    silent = ours(nn.Linear(4, 4))
-    silent_optimizer = dovetail.optimizer(torch.optim.SGD(silent.parameters(), lr=0.1), silent)
-    with silent.no_sync():
-        silent(torch.ones(2, 4)).sum().backward()
-    idle = ours(nn.ModuleDict({"used": nn.Linear(4, 4), "idle": nn.Linear(4, 4)}))
-    idle_optimizer = dovetail.optimizer(torch.optim.SGD(idle.parameters(), lr=0.1), idle)
-    idle.module.forward = lambda x: idle.module["used"](x)
-    idle(torch.ones(2, 4)).sum().backward()
-    moved = ours(nn.Linear(4, 4))
-    moved_optimizer = dovetail.optimizer(torch.optim.SGD(moved.parameters(), lr=0.1), moved)
-    moved(torch.ones(2, 4)).sum().backward()
-    moved.module.weight.data = moved.module.weight.data.clone()
-    acts: dict[str, Callable[[], Any]] = {
-        "lbfgs": lambda: dovetail.optimizer(torch.optim.LBFGS(other.parameters()), other),
-        "adafactor": lambda: dovetail.optimizer(torch.optim.Adafactor(other.parameters()), other),
-        "twice": lambda: dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model),
-        "stranger": lambda: dovetail.optimizer(torch.optim.SGD([stranger], lr=0.1), other),
-        "plain model": lambda: dovetail.optimizer(held, nn.Linear(2, 2)),
-        "word": lambda: dovetail.DistributedDataParallel(nn.Linear(2, 2), overlap="backward"),
-        "sparse": lambda: ours(nn.Embedding(4, 4, sparse=True)),
-        "dtypes": lambda: ours(mixed),
-        "hook": lambda: model.register_comm_hook(None, lambda *_: None),
-        "join": lambda: model.join(),
-        "compiled": lambda: ours(torch.compile(nn.Linear(4, 4))),
-        "copy": lambda: copy.deepcopy(model),
-        "group": lambda: held.add_param_group({"params": [stranger]}),
-        "silent": silent_optimizer.step,
-        "idle": idle_optimizer.step,
-        "moved": moved_optimizer.step,
-        "different": lambda: ours(nn.Linear(4, 4), tuning=dovetail.Tuning(warmup=3 + dist.get_rank())),
-        "scaler": lambda: _scaled(model, held),
-    }
-    return {name: refusal(act) for name, act in acts.items()}
-
-
-def _scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    scaler.unscale_(optimizer)
-
-
-def dropped() -> list[bool]:
-    """Whether a model goes when nobody holds it any more, with parameters on their way."""
-    gone = []
-    for steps in (0, 2):
-        model, optimizer = both(OPTIMIZERS["sgd"])[1]
-        for step in range(steps):
-            loss(model, step).backward()
-            optimizer.step()
-        inner = weakref.ref(model.module)
-        del model, optimizer
-        gc.collect()
-        gone.append(inner() is None)
-    return gone
-
-
-def rings(elements: int, piece: int) -> dict[str, bool]:
-    """Both halves against plain sums, in pieces of so many bytes."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    group = ring.twin(None)
-    whole = ring.padded(elements, ranks)
-    real, ring.PIECE = ring.PIECE, piece
-    try:
-        inputs = [torch.arange(whole, dtype=torch.float64) * (r + 1) + r for r in range(ranks)]
-        mine = ring.reduce_scatter(inputs[rank].clone(), group)
-        expected = sum(inputs)
-        assert isinstance(expected, torch.Tensor)
-        share = expected.view(ranks, -1)[rank]
-        out = torch.zeros(whole, dtype=torch.float64)
-        ring.all_gather(share.clone(), out, group)
-        inside = torch.zeros(whole, dtype=torch.float64)
-        inside.view(ranks, -1)[rank].copy_(share)
-        ring.all_gather(inside.view(ranks, -1)[rank], inside, group)
-    finally:
-        ring.PIECE = real
-    return {
-        "reduced": torch.equal(mine, share),
-        "gathered": torch.equal(out, expected),
-        "in place": torch.equal(inside, expected),
-    }
-
-
-def mortal() -> None:
-    """Trains until the second rank is killed in the middle of a backward pass."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
-    torch.manual_seed(0)
-    model = dovetail.DistributedDataParallel(
-        nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), overlap="forward", bucket_cap_mb=0.02
-    )
-    optimizer = dovetail.optimizer(torch.optim.Adam(model.parameters()), model)
-    for step in range(100):
-        if step == 3 and dist.get_rank() == 1:
-            model.module[4].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        optimizer.zero_grad()
-        model(torch.ones(4, 64)).sum().backward()
-        optimizer.step()
-
-
-if __name__ == "__main__":
-    mortal()

@@ -15,7 +15,7 @@ import pytest
 from dovetail.simulate.launch import _free_port
 from tests.ranks import ROOT, run_all
 
-from . import overlapping
+from . import overlapping, overlapping_edges, overlapping_state
 
 Runs = Callable[[str], list[Any]]
 CLOSE = 1e-11  # float64, after a handful of steps
@@ -28,15 +28,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "unused": (overlapping.unused, {"everywhere": True}),
     "used by one": (overlapping.unused, {"everywhere": False}),
     "read": (overlapping.read_between_steps, {}),
-    "rebucketed": (overlapping.rebucketed, {}),
+    "rebucketed": (overlapping_state.rebucketed, {}),
     **{way: (overlapping.trains, {"way": way}) for way in overlapping.WAYS},
     "planned": (overlapping.planned, {}),
     "hinted": (overlapping.hinted, {}),
     "recorded": (overlapping.recorded, {}),
 }
 MORE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "refusals": (overlapping.refusals, {}),
-    "dropped": (overlapping.dropped, {}),
+    "refusals": (overlapping_edges.refusals, {}),
+    "dropped": (overlapping_edges.dropped, {}),
 }
 
 
@@ -53,7 +53,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def two(kept: str) -> Runs:
     """Results of the scenarios on two ranks, by name: one per rank. They run once, in the same processes."""
-    stored = {name: (getattr(overlapping, name), {"folder": kept}) for name in ("stored", "resumed")}
+    stored = {name: (getattr(overlapping_state, name), {"folder": kept}) for name in ("stored", "resumed")}
     return _runs({**CALLS, **MORE, **stored}, 2)
 
 
@@ -61,7 +61,7 @@ def two(kept: str) -> Runs:
 def four(two: Runs, kept: str) -> Runs:
     """The same on four ranks, which also go on from what two have stored."""
     names = ("sgd", "adam", "accumulated", "clipped", "used by one", "rebucketed")
-    return _runs({**{n: CALLS[n] for n in names}, "resumed": (overlapping.resumed, {"folder": kept})}, 4)
+    return _runs({**{n: CALLS[n] for n in names}, "resumed": (overlapping_state.resumed, {"folder": kept})}, 4)
 
 
 @pytest.fixture(params=[2, 4])
@@ -154,7 +154,7 @@ def test_without_the_second_line_explain_says_what_it_would_gain(two: Runs) -> N
 def test_state_is_stored_as_torch_stores_it_for_any_number_of_ranks(two: Runs, four: Runs, kept: str) -> None:
     for result in two("stored"):
         assert result["state"] < CLOSE and result["same form"]
-    alone = _runs({"resumed": (overlapping.resumed, {"folder": kept})}, 1)
+    alone = _runs({"resumed": (overlapping_state.resumed, {"folder": kept})}, 1)
     for result in [*alone("resumed"), *two("resumed"), *four("resumed")]:
         assert result["ours"] < CLOSE and result["plain"] < CLOSE
 
@@ -194,7 +194,7 @@ def test_a_model_nobody_holds_goes_even_with_parameters_on_their_way(two: Runs) 
 def test_a_killed_rank_ends_the_others_with_one_clear_line(tmp_path: Path) -> None:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
     shared |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "tests.train.overlapping"]
+    command = [sys.executable, "-m", "tests.train.overlapping_edges"]
     ranks = []
     try:
         for rank in range(3):

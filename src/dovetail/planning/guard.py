@@ -25,7 +25,7 @@ from dovetail.core.errors import Error
 class Guard:
     """How much progress per step partial backpropagation may cost, and how often that is looked at."""
 
-    epsilon: float = 0.2
+    epsilon: float = 0.1
     """Share of a full step's progress that any segment may lose."""
     every: int = 20
     """Steps from one measurement to the next. A measured step runs at full depth."""
@@ -33,7 +33,7 @@ class Guard:
     """Weight of the newest measurement in the running means of tr(Σ) and of |G|², which are kept apart."""
     patience: int = 2
     """Measurements before the first decision; until then all workers run at full depth."""
-    annealed: bool = False
+    annealed: bool = True
     """Whether the bound counts at the present learning rate (`planning.anneal`): stricter at its peak, then looser."""
 
     def __post_init__(self) -> None:
