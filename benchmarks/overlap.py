@@ -3,7 +3,7 @@
 Devices are emulated (they wait for layer times whose proportions were measured on this machine), gradients and
 parameters are real and cross real links limited to a rate (network namespaces, so root is needed). All contestants take
 turns in the same processes. A real transformer is trained with DDP and with overlap, and the losses are compared.
-Run: python benchmarks/overlap.py [--quick] [--json FILE]
+Run: python benchmarks/overlap.py [--quick] [--json FILE] [--keep FILE --most N]
 """
 
 from __future__ import annotations
@@ -64,20 +64,38 @@ QUICK = [CELLS[1]]
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--cell", type=int, metavar="N", help=f"only this cell, 0 to {len(CELLS) - 1}, to look again")
+    options.add_argument(
+        "--keep", type=Path, metavar="FILE.jsonl", help="finished cells; a later run goes on from them"
+    )
+    options.add_argument("--most", type=int, metavar="N", help="with --keep: end after so many cells")
     args = options.parse_args()
     if reason := available():
         console.print(f"benchmarks/overlap.py: {reason}")
         sys.exit(1)
     chosen = QUICK if args.quick else CELLS if args.cell is None else [CELLS[args.cell]]
-    profiles = {name: profile(name) for name in dict.fromkeys(c.model for c in chosen)}
-    cells: list[dict[str, Any]] = []
-    for cell in chosen:
+    cells = finished(args.keep) if args.keep else []
+    have = {(r["model"], r["regime"]) for r in cells}
+    todo = [c for c in chosen if (c.model, c.regime) not in have]
+    profiles: dict[str, Profile] = {}
+    for cell in todo[: args.most]:
+        if cell.model not in profiles:
+            profiles[cell.model] = profile(cell.model)
         scaled = scale(profiles[cell.model], cell)
         outcomes = contest(scaled, quick=args.quick)
         rows = [row(cell, scaled, outcomes, i) for i in range(len(outcomes[0].entries))]
         show(cell, scaled, outcomes[0], rows)
         cells += rows
+        if args.keep:
+            with args.keep.open("ab") as file:
+                file.write(msgspec.json.encode(rows) + b"\n")
+    if args.keep and args.most is not None and len(todo) > args.most:
+        return
     finish("overlap", args, cells, [*contest_checks(cells), training_check(120 if args.quick else 300)])
+
+
+def finished(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [r for line in lines for r in msgspec.json.decode(line)]
 
 
 def profile(name: str) -> Profile:
