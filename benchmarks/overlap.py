@@ -64,9 +64,7 @@ QUICK = [CELLS[1]]
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--cell", type=int, metavar="N", help=f"only this cell, 0 to {len(CELLS) - 1}, to look again")
-    options.add_argument(
-        "--keep", type=Path, metavar="FILE.jsonl", help="finished cells; a later run goes on from them"
-    )
+    options.add_argument("--keep", type=Path, metavar="FILE.jsonl", help="finished cells; a later run goes on")
     options.add_argument("--most", type=int, metavar="N", help="with --keep: end after so many cells")
     args = options.parse_args()
     if reason := available():
