@@ -89,7 +89,8 @@ def _tasks(plan: BurstPlan, profile: Profile, wires: Wires, bucket_bytes: float)
         if moved(before, after):
             who = tuple(sorted({r for r, _ in (*before.held, *after.held)}))
             nbytes = busiest(before, after) * crossing[cut]
-            add(name, "communication", who, float(wires.move(nbytes, len(who))), nbytes)
+            seconds = float(wires.move(nbytes, len(before.held), len(after.held)))
+            add(name, "communication", who, seconds, nbytes)
 
     def compute(kind: SpanKind, layout: Layout, layers: Sequence[int]) -> None:
         for rank, samples in layout.held:
