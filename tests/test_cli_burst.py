@@ -80,6 +80,28 @@ def test_branches_are_planned_and_crossing_branches_get_one_line(folder: Path) -
 def test_memory_that_does_not_suffice_is_said(folder: Path) -> None:
     done = run("plan", folder / "job.json", "--burst", "--memory", "0.5", "-o", folder / "never.json")
     assert done.exit_code == 1 and "bytes per rank" in done.stderr and not (folder / "never.json").exists()
+    assert done.stderr.count("\n") == 1 and "needs at least" in done.stderr
+
+
+def test_more_devices_than_can_be_planned_are_one_line_with_a_way_out(folder: Path) -> None:
+    arguments = ("plan", folder / "job.json", "--burst", "--devices", "100000", "--batch", "100000")
+    done = run(*arguments, "-o", folder / "never.json")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1 and "plan for fewer devices" in done.stderr
+
+
+def test_a_profile_of_one_local_batch_is_said_to_tell_nothing_of_unevenness(folder: Path) -> None:
+    done = run("plan", folder / "job.json", "--burst", "--devices", "4", "--batch", "32", "-o", folder / "p.json")
+    assert done.exit_code == 0 and "Only one local batch (8) was measured" in done.stdout
+
+
+def test_layers_in_which_deeppool_breaks_its_limit_are_counted(folder: Path) -> None:
+    """Large outputs behind layers that halve well: the fastest way into the next layer costs it more than it may."""
+    arguments = ("--burst", "--devices", "8", "--batch", "32", "--amplification", "1.05", "-o", folder / "p.json")
+    assert "breaks its own limit" not in run("plan", folder / "job.json", *arguments).stdout
+    wide = tuple(msgspec.structs.replace(layer, activation_bytes=50 << 20) for layer in uneven().layers)
+    store.write(folder / "wide.json", msgspec.structs.replace(uneven(), layers=wide))
+    done = run("plan", folder / "wide.json", *arguments)
+    assert done.exit_code == 0 and "deeppool's rule breaks its own limit in" in done.stdout
 
 
 @pytest.mark.parametrize(
