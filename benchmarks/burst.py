@@ -81,5 +81,5 @@ if __name__ == "__main__":
     try:
         main()
     except (Error, subprocess.SubprocessError) as e:
-        console.print(f"benchmarks/burst.py: {e}")
+        console.print(f"benchmarks/burst.py: {e}", markup=False)
         sys.exit(1)
