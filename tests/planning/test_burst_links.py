@@ -48,8 +48,8 @@ def test_re_sharding_answers_by_where_it_comes_from_and_goes_to() -> None:
     assert float(LINKS.move(2000, 4, 1)) == pytest.approx(14e-3)
     assert float(LINKS.move(20000, 2, 1)) == pytest.approx(22e-3), "beyond the table along its last slope"
     each = LINKS.move([[1000.0], [2000.0]], [[1], [2]], [2, 4])
-    # Growing from 1 to 4 was not measured: from 1 to 2 is the nearest that grows.
-    assert np.asarray(each) == pytest.approx(np.array([[2e-3, 2e-3], [0.0, 5e-3]]))
+    # Growing from 1 to 4 was not measured: from 2 to 4 is the nearest that grows.
+    assert np.asarray(each) == pytest.approx(np.array([[2e-3, 4e-3], [0.0, 5e-3]]))
 
 
 def test_a_planner_takes_both_directions_of_a_border() -> None:

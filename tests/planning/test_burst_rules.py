@@ -94,7 +94,7 @@ def test_the_rule_of_deeppool_tests_only_the_fastest_way_to_a_layer_and_names_wh
             assert plan.prediction.iteration >= exact * (1 - 1e-12)
             kept += 1
             slower += plan.prediction.iteration > exact * (1 + 1e-12)
-    assert kept > 40 and slower > 5 and broke > 10, (kept, slower, broke)
+    assert kept > 40 and slower > 2 and broke > 10, (kept, slower, broke)
 
 
 def layer_amplifications(planner: BurstPlanner, counts: Sequence[int]) -> list[float]:

@@ -284,7 +284,7 @@ def _contestants(
             sizes = [layer.parameter_bytes for layer in spec.profile.layers]
             pieces = parts([tuple(range(g)) for g in plan.counts], sizes, spec.bucket_bytes)
             caps = [sum(sizes[p.start : p.stop]) / 2**20 for p in reversed(pieces)]
-            model = DistributedDataParallel(local, bucket_cap_mb_list=caps)  # type: ignore[call-arg]
+            model = DistributedDataParallel(local, bucket_cap_mb_list=caps)  # type: ignore[arg-type]
             steps[name] = functools.partial(ddp_step, model)
         else:
             layers = emulated_layers(spec.profile, plan.counts)

@@ -49,7 +49,10 @@ def measure_links(
     chosen = sorted(set(counts) or {2**i for i in range(world.bit_length()) if 2**i <= world} | {1, world})
     wire.prepare(tuple(range(n)) for n in chosen)
     several = [n for n in chosen if n > 1]
-    networks = {n: _all_reduce(wire, n, max_bytes, budget / 2 / len(several), emulated) for n in several}
+    networks: dict[int, Network] = {}
+    for n in several:
+        if (found := _all_reduce(wire, n, max_bytes, budget / 2 / len(several), emulated)) is not None:
+            networks[n] = found
     pairs = [(a, b) for a in chosen for b in chosen if a != b]
     each = budget / 2 / len(pairs)
     moves = {pair: _reshard(wire, batch, *pair, max_bytes=max_moved, budget=each) for pair in pairs}
