@@ -142,7 +142,7 @@ def emulated_runs(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
             bucket_bytes=25 * 2**20 * BYTES,
             rounds=2 if quick else 4,
             steps=2 if quick else 4,
-            network_seconds=15 if quick else 30,
+            network_seconds=20 if quick else 40,
         )
         found = [_row(cell, entry, outcome) for entry in outcome.entries]
         _show(cell, found)
@@ -176,6 +176,7 @@ def _row(cell: Cell, entry: Entry, outcome: Outcome) -> dict[str, Any]:
         "moved_bytes": entry.moved,
         "predicted_moved_bytes": entry.predicted_moved,
         "all_reduce": {n: _law(net.collectives["all_reduce"].fit) for n, net in outcome.networks.items()},
+        "crowding": outcome.crowded,
         "reshard": {pair: _law(move.fit) for pair, move in outcome.moves.items()},
     }
     if entry.recorded is not None and entry.idle is not None:

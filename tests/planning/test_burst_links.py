@@ -34,6 +34,7 @@ LINKS = MeasuredLinks(
         (2, 4): collective(3e-3, 1e-6),
         (4, 1): collective(4e-3, 5e-6),
     },
+    crowded={4: 1.5},
 )
 
 
@@ -50,6 +51,10 @@ def test_re_sharding_answers_by_where_it_comes_from_and_goes_to() -> None:
     each = LINKS.move([[1000.0], [2000.0]], [[1], [2]], [2, 4])
     # Growing from 1 to 4 was not measured: from 2 to 4 is the nearest that grows.
     assert np.asarray(each) == pytest.approx(np.array([[2e-3, 4e-3], [0.0, 5e-3]]))
+
+
+def test_crowding_is_of_the_ranks_that_were_measured() -> None:
+    assert (LINKS.crowding(4), LINKS.crowding(2)) == (1.5, 1.0)
 
 
 def test_a_planner_takes_both_directions_of_a_border() -> None:

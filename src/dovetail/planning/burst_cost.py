@@ -53,6 +53,9 @@ class Wires(Protocol):
     def move(self, nbytes: npt.ArrayLike, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
         """Samples go from ranks 0..before−1 to ranks 0..after−1; the busiest sends or receives so many bytes."""
 
+    def crowding(self, ranks: int, /) -> float:
+        """How many times longer two all-reduces among so many ranks take at once than one after the other."""
+
 
 def local_batch(batch: int, devices: npt.ArrayLike) -> IntArray:
     """Samples on the fullest of so many devices: ⌈B/g⌉."""
@@ -93,6 +96,9 @@ class Links:
     def move(self, nbytes: npt.ArrayLike, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
         return self.move_latency + np.asarray(nbytes, dtype=np.float64) / self.move_rate
 
+    def crowding(self, ranks: int, /) -> float:
+        return 1.0
+
 
 @dataclass(frozen=True)
 class NetworkLinks:
@@ -119,6 +125,9 @@ class NetworkLinks:
     def move(self, nbytes: npt.ArrayLike, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
         (step, wire), ranks = self._step, np.maximum(before, after)
         return step * (np.asarray(ranks, dtype=np.float64) - 1) + wire * np.asarray(nbytes, dtype=np.float64)
+
+    def crowding(self, ranks: int, /) -> float:
+        return 1.0
 
     @cached_property
     def _step(self) -> tuple[float, float]:

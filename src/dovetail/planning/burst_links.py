@@ -7,7 +7,7 @@ measured for each number. `train.burst_measure` makes such links from a running 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ class MeasuredLinks:
     """By number of ranks, the first ones of the job: what an all-reduce costs."""
     moves: Mapping[tuple[int, int], Collective]
     """By (ranks before, ranks after): what re-sharding costs, one way, by the bytes of the busiest rank."""
+    crowded: Mapping[int, float] = field(default_factory=dict)
+    """By number of ranks: how many times longer two all-reduces take at once than one after the other."""
 
     def all_reduce(self, nbytes: float, ranks: npt.ArrayLike, /) -> FloatArray:
         n = np.asarray(ranks, dtype=np.int64)
@@ -43,6 +45,9 @@ class MeasuredLinks:
             for amount, a, b in zip(amounts.ravel(), h.ravel(), g.ravel(), strict=True)
         ]
         return np.array(each).reshape(amounts.shape)
+
+    def crowding(self, ranks: int, /) -> float:
+        return self.crowded.get(ranks, 1.0)
 
     def _move(self, before: int, after: int) -> Cost:
         """Of the pairs that go the same way, shrinking or growing, the nearest."""

@@ -36,12 +36,15 @@ from dovetail.planning.burst_rules import data_parallel
 
 from .burst import simulate_burst
 from .contest import Setting, hold
+from .shaped import bits_per_second
 
 if TYPE_CHECKING:
     from dovetail.train.burst import Burst
 
 DDP = "ddp"
 """The contestant that is torch's DistributedDataParallel, on all ranks and with the buckets of the burst executor."""
+QUEUED = 0.02
+"""Seconds of a link's rate that a connection may have on its way: many round trips, and no long queue before others."""
 RECORDED = 3
 """Steps, of which the one of median duration is kept."""
 
@@ -90,6 +93,8 @@ class Outcome(store.Record, frozen=True, kw_only=True):
     """As measured, by number of ranks."""
     moves: dict[str, Collective]
     """Re-sharding as measured, by "ranks before-ranks after"."""
+    crowded: dict[int, float]
+    """How many times longer two all-reduces took at once than one after the other, by number of ranks."""
     entries: tuple[Entry, ...]
 
     def entry(self, policy: str) -> Entry:
@@ -123,8 +128,9 @@ def run(
         latency=setting.latency,
         network_seconds=network_seconds,
     )
-    # Messages are small here: a link must not let many of them pass for nothing.
-    setting = replace(setting, burst="8kb")
+    # Messages are small here: a link must not let many of them pass for nothing, nor a large one keep them waiting.
+    if setting.rate is not None:
+        setting = replace(setting, burst="8kb", in_flight=int(QUEUED * bits_per_second(setting.rate) / 8))
     return msgspec.convert(hold(__name__, spec, setting, timeout=timeout, on_line=on_line), Outcome, strict=False)
 
 
@@ -210,7 +216,7 @@ def _rank(spec: Spec) -> Any:
         ]
     leave()
     moves = {f"{a}-{b}": cost for (a, b), cost in links.moves.items()}
-    outcome = Outcome(networks=dict(links.networks), moves=moves, entries=tuple(entries))
+    outcome = Outcome(networks=dict(links.networks), moves=moves, crowded=dict(links.crowded), entries=tuple(entries))
     return msgspec.to_builtins(outcome, str_keys=True)
 
 

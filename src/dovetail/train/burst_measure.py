@@ -6,6 +6,7 @@ is timed as a step does it, with choosing, packing and unpacking rows: what the 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -40,7 +41,8 @@ def measure_links(
     """All-reduces of up to `max_bytes`, and re-sharding of a global batch with up to `max_moved` bytes on one rank.
 
     Both for each number of ranks in `counts` (the powers of two and all ranks by default), within about `budget`
-    seconds, half of them for either. Every rank of the job calls it and gets the same.
+    seconds: half of them for single all-reduces, a quarter for two at once, a quarter for re-sharding. Every rank of
+    the job calls it and gets the same.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world < 2:
@@ -51,14 +53,15 @@ def measure_links(
     several = [n for n in chosen if n > 1]
     networks: dict[int, Network] = {}
     for n in several:
-        if (found := _all_reduce(wire, n, max_bytes, budget / 2 / len(several), emulated)) is not None:
+        if (found := _all_reduce(wire, n, max_bytes, budget / 2 * n / sum(several), emulated)) is not None:
             networks[n] = found
+    crowded = {n: _crowding(wire, n, max_bytes, budget / 4 * n / sum(several)) for n in several}
     pairs = [(a, b) for a in chosen for b in chosen if a != b]
-    each = budget / 2 / len(pairs)
+    each = budget / 4 / len(pairs)
     moves = {pair: _reshard(wire, batch, *pair, max_bytes=max_moved, budget=each) for pair in pairs}
     group = dist.group.WORLD
     assert group is not None
-    return MeasuredLinks(*agree.from_first((networks, moves), group, wire.device))
+    return MeasuredLinks(*agree.from_first((networks, moves, crowded), group, wire.device))
 
 
 def _all_reduce(wire: Wire, ranks: int, max_bytes: int, budget: float, emulated: bool) -> Network | None:
@@ -75,6 +78,29 @@ def _all_reduce(wire: Wire, ranks: int, max_bytes: int, budget: float, emulated:
         )
     dist.barrier()
     return found
+
+
+def _crowding(wire: Wire, ranks: int, max_bytes: int, budget: float) -> float:
+    """How many times longer a large and a small all-reduce take at once than one after the other; at least 1.
+
+    A link that carries two streams may serve both worse than each alone: messages of one queue behind the other's.
+    """
+    who, world = tuple(range(ranks)), dist.group.WORLD
+    assert world is not None
+    tensors = [torch.zeros(max(1, max_bytes // 8)), torch.zeros(max(1, max_bytes // 32))]  # a half, and an eighth
+
+    def timed(*batches: list[torch.Tensor]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for batch in batches if wire.rank < ranks else ():
+            for work in [wire.all_reduce(t, who) for t in batch]:
+                wire.wait(work, "measuring")
+        return agree.largest([time.perf_counter() - start], world, wire.device)[0]
+
+    until, found = time.perf_counter() + budget, list[float]()
+    while len(found) < 3 or (len(found) < 9 and not _all_late(until)):
+        found.append(timed(tensors) / timed(tensors[:1], tensors[1:]))
+    return max(1.0, statistics.median(found))
 
 
 def _reshard(wire: Wire, batch: int, before: int, after: int, *, max_bytes: int, budget: float) -> Collective:
