@@ -105,6 +105,8 @@ def shaped(
         raise Error(f"burst: expected a size in kb or mb such as '256kb', got {burst!r}")
     if not queue_seconds > 0:
         raise Error(f"queue_seconds: expected more than 0, got {queue_seconds}")
+    if in_flight is not None and in_flight < 4096:
+        raise Error(f"in_flight: expected at least 4096 bytes, got {in_flight}")
     if reason := available():
         raise Error(reason)
     clean()
