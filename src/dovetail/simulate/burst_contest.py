@@ -11,6 +11,7 @@ names: they take one turn and share its times. At the end each plan runs three m
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import statistics
 import sys
@@ -178,6 +179,9 @@ def _rank(spec: Spec) -> Any:
     plans: dict[str, BurstPlan] = agree.from_first(made, group, device)
     alike = _alike(plans)
     jobs, steps = _contestants(spec, {names[0]: plans[names[0]] for names in alike})
+    # Python's collector would walk through all of torch in every process at the same step, on two cores.
+    gc.collect()
+    gc.freeze()
 
     def timed(name: str) -> float:
         dist.barrier()
