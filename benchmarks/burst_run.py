@@ -142,7 +142,7 @@ def emulated_runs(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
             bucket_bytes=25 * 2**20 * BYTES,
             rounds=2 if quick else 4,
             steps=2 if quick else 4,
-            network_seconds=20 if quick else 40,
+            network_seconds=20 if quick else 60,
         )
         found = [_row(cell, entry, outcome) for entry in outcome.entries]
         _show(cell, found)
