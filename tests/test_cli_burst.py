@@ -11,6 +11,11 @@ import pytest
 from dovetail.core import store
 from dovetail.core.burst import BurstPlan
 from dovetail.core.profile import Profile
+from dovetail.measure.presets import preset
+from dovetail.planning.burst import BurstPlanner
+from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
+from dovetail.planning.burst_rules import data_parallel
+from dovetail.view.burst import _freed
 
 from .command import run
 from .planning.oracle import made_profile
@@ -63,6 +68,21 @@ def test_burst_as_json_is_nothing_but_json_and_keeps_the_limit(folder: Path) -> 
     assert used["device_time"] <= 1.2 * used["one_device"] * (1 + 1e-9)
     assert chosen["devices"] == 4 and 0 <= chosen["useful_devices"] <= chosen["free_devices"] <= 4
     assert store.read(folder / "p.json", BurstPlan).network == "10gbe-4"
+
+
+def test_a_static_partition_is_the_best_number_of_devices_at_a_speed() -> None:
+    """Over a slow network fewer devices may be faster than all: the partition to compare with uses those."""
+    planner = BurstPlanner(uneven(), ProfileCost(uneven(), 32, NetworkLinks(preset("10gbe-16"))), 8)
+    plans = data_parallel(planner)
+    better = 0
+    for dp in plans:
+        _, burst, static = _freed(planner, dp, plans)
+        speed = dp.prediction.iteration
+        as_fast = [p.counts[0] * p.prediction.iteration for p in plans if p.prediction.iteration <= speed]
+        assert static == pytest.approx(8 - min(as_fast) / speed)
+        assert burst >= static - 1e-9, "a static partition is a burst plan too"
+        better += static > 8 - dp.counts[0] + 1e-9
+    assert better
 
 
 def test_branches_are_planned_and_crossing_branches_get_one_line(folder: Path) -> None:

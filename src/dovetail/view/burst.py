@@ -139,7 +139,8 @@ def sentences(found: Study) -> list[str]:
     lines += _behind_backward(planner, best)
     most_memory = planner.memory if planner.memory is not None else math.inf
     fit = [r.plan for r in found.rows if r.plan.policy.startswith("dp:") and r.plan.prediction.memory <= most_memory]
-    freed = [_freed(planner, plan) for plan in fit if plan.counts[0] > 1]
+    parallel = [p for p in burst_rules.data_parallel(planner) if p.prediction.memory <= most_memory]
+    freed = [_freed(planner, plan, parallel) for plan in fit if plan.counts[0] > 1]
     most = max(freed, key=lambda f: f[1] - f[2], default=None)
     more = (most[1] - most[2]) / devices if most is not None else 0.0
     if most is not None and more >= NOTHING:
@@ -176,11 +177,15 @@ def _behind_backward(planner: BurstPlanner, dp: BurstPlan) -> list[str]:
     ]
 
 
-def _freed(planner: BurstPlanner, dp: BurstPlan) -> tuple[BurstPlan, float, float]:
-    """(a data-parallel plan, devices that burst frees at its speed, devices that a static partition frees)."""
-    p = planner.cheapest(iteration=dp.prediction.iteration).prediction
-    # An iteration that is shorter than it has to be leaves the rest of the time free as well.
-    return dp, planner.devices - p.device_time / dp.prediction.iteration, float(planner.devices - dp.counts[0])
+def _freed(planner: BurstPlanner, dp: BurstPlan, parallel: Sequence[BurstPlan]) -> tuple[BurstPlan, float, float]:
+    """(a data-parallel plan, devices that burst frees at its speed, devices that the best static partition frees).
+
+    An iteration that is shorter than it has to be leaves the rest of the time free as well.
+    """
+    speed = dp.prediction.iteration
+    burst = planner.cheapest(iteration=speed).prediction.device_time
+    static = min(p.prediction.device_time for p in (dp, *parallel) if p.prediction.iteration <= speed)
+    return dp, planner.devices - burst / speed, planner.devices - static / speed
 
 
 def _doubts(planner: BurstPlanner, plan: BurstPlan) -> list[str]:
