@@ -29,7 +29,7 @@ SLACK = 1.02
 """How much longer than data parallelism on all devices an iteration may take that is called as fast."""
 CLEARLY = 0.1
 """Of the speed, or of all devices, from which on a gain is called a win."""
-PLANS = 9
+PLANS = 10
 """Rows of one contest."""
 AMPLIFICATION = 2.0
 """DeepPool's own default limit, per layer."""
@@ -40,6 +40,7 @@ REFERENCE: list[tuple[str, int, int, str, float]] = [
     ("vgg", 32, 8, "dp:8", 14.74),
     ("vgg", 32, 8, "fastest", 11.19),
     ("vgg", 32, 8, "fastest:1.25", 12.61),
+    ("vgg", 32, 8, "deeppool:1.25", 21.62),
     ("vgg", 32, 32, "fastest", 6.51),
     ("vgg", 32, 32, "dp:32", 10.41),
     ("wrn", 16, 8, "dp:2", 39.90),
@@ -54,12 +55,14 @@ REFERENCE: list[tuple[str, int, int, str, float]] = [
     ("wrn", 32, 8, "fastest:1.25", 47.34),
     ("wrn", 32, 8, "fastest:1.5", 38.07),
     ("wrn", 32, 8, "fastest:2.0", 33.55),
+    ("wrn", 32, 8, "deeppool:1.5", 49.06),
 ]
 
 
 def named(burst: BurstPlanner, name: str) -> BurstPlan:
     kind, _, limit = name.partition(":")
-    return burst.fastest(amplification=float(limit)) if kind == "fastest" and limit else burst.policy(name)
+    limited = kind in ("fastest", "deeppool") and limit
+    return burst.policy(kind, amplification=float(limit)) if limited else burst.policy(name)
 
 
 def contest(model: str, profile: Profile, batch: int, devices: int, links: str) -> Cells:
@@ -72,6 +75,8 @@ def contest(model: str, profile: Profile, batch: int, devices: int, links: str) 
     widest = burst.policy(f"dp:{min(devices, batch)}")
     speed = widest.prediction.iteration
     deep, broken = burst_rules.deeppool(burst, amplification=AMPLIFICATION)
+    code, code_broken = burst_rules.deeppool_published(burst, amplification=AMPLIFICATION)
+    above = {"deeppool, 2x a layer": len(broken), "deeppool's code, 2x a layer": len(code_broken)}
     static = burst.policy("static-partition", amplification=AMPLIFICATION)
     plans = {
         "dp, all devices": widest,
@@ -79,6 +84,7 @@ def contest(model: str, profile: Profile, batch: int, devices: int, links: str) 
         "static partition at dp's speed": burst_rules.static_partition(burst, iteration=SLACK * speed),
         "static partition, 2x": static,
         "deeppool, 2x a layer": deep,
+        "deeppool's code, 2x a layer": code,
         "burst, fastest": burst.fastest(),
         "burst, 2x in all": burst.fastest(amplification=AMPLIFICATION),
         "burst at dp's speed": burst.cheapest(iteration=SLACK * speed),
@@ -101,7 +107,7 @@ def contest(model: str, profile: Profile, batch: int, devices: int, links: str) 
                 "background in any gap": left.idle / left.iteration,
                 "useful": burst.one_device / p.iteration + left.devices,
                 "counts": sorted(set(plan.counts)),
-                "broken": len(broken) if name.startswith("deeppool") else 0,
+                "broken": above.get(name, 0),
             }
         )
     for cell in cells:
@@ -205,6 +211,43 @@ def model_study(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
         )
     )
     return [{"table": name, **cell} for name, cells in tables.items() for cell in cells], checks
+
+
+PAPER = (("vgg", 32, 8), ("vgg", 256, 64), ("vgg", 4096, 1024), ("wrn", 32, 8), ("wrn", 4096, 1024))
+"""Contests on NVLink that the page shows: model, global batch, devices."""
+TITLES = {"vgg": "VGG16", "wrn": "WRN-101-2"}
+SHOWN = {
+    "dp, all devices": "dp on all",
+    "static partition, 2x": "static partition within 2x",
+    "deeppool, 2x a layer": "deeppool, 2x a layer",
+    "deeppool's code, 2x a layer": "deeppool's code, 2x a layer",
+    "burst, fastest": "**burst, fastest**",
+    "burst at dp's speed": "**burst at dp's speed**",
+}
+
+
+def paper_table(cells: Cells) -> list[str]:
+    """Markdown for the page, from the cells of `model_study`."""
+    lines = [
+        "| model, batch, devices | plan | iteration, ms | speed | device-time | devices for background |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for setting in PAPER:
+        own = {
+            c["plan"]: c
+            for c in cells
+            if c["table"] == "contest" and c["links"] == "nvlink" and (c["model"], c["batch"], c["devices"]) == setting
+        }
+        first = f"{TITLES[setting[0]]}, {setting[1]}, {setting[2]}"
+        for plan, title in SHOWN.items() if own else ():
+            c = own[plan]
+            best = ", also the best dp" if plan == "dp, all devices" and own["best dp"]["counts"] == c["counts"] else ""
+            lines.append(
+                f"| {first} | {title}{best} | {c['iteration'] * 1e3:.2f} | {c['speed']:.2f} | {c['amplification']:.2f} "
+                f"| {c['background']:.1f} |"
+            )
+            first = ""
+    return lines
 
 
 def _show(tables: dict[str, Cells]) -> None:

@@ -11,6 +11,11 @@ import pytest
 from dovetail.core import store
 from dovetail.core.burst import BurstPlan
 from dovetail.core.profile import Profile
+from dovetail.measure.presets import preset
+from dovetail.planning.burst import BurstPlanner
+from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
+from dovetail.planning.burst_rules import data_parallel
+from dovetail.view.burst import _freed
 
 from .command import run
 from .planning.oracle import made_profile
@@ -65,6 +70,21 @@ def test_burst_as_json_is_nothing_but_json_and_keeps_the_limit(folder: Path) -> 
     assert store.read(folder / "p.json", BurstPlan).network == "10gbe-4"
 
 
+def test_a_static_partition_is_the_best_number_of_devices_at_a_speed() -> None:
+    """Over a slow network fewer devices may be faster than all: the partition to compare with uses those."""
+    planner = BurstPlanner(uneven(), ProfileCost(uneven(), 32, NetworkLinks(preset("10gbe-16"))), 8)
+    plans = data_parallel(planner)
+    better = 0
+    for dp in plans:
+        _, burst, static = _freed(planner, dp, plans)
+        speed = dp.prediction.iteration
+        as_fast = [p.counts[0] * p.prediction.iteration for p in plans if p.prediction.iteration <= speed]
+        assert static == pytest.approx(8 - min(as_fast) / speed)
+        assert burst >= static - 1e-9, "a static partition is a burst plan too"
+        better += static > 8 - dp.counts[0] + 1e-9
+    assert better
+
+
 def test_branches_are_planned_and_crossing_branches_get_one_line(folder: Path) -> None:
     forked = msgspec.structs.replace(uneven(), edges=((0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (4, 5), (3, 5)))
     store.write(folder / "forked.json", forked)
@@ -80,6 +100,28 @@ def test_branches_are_planned_and_crossing_branches_get_one_line(folder: Path) -
 def test_memory_that_does_not_suffice_is_said(folder: Path) -> None:
     done = run("plan", folder / "job.json", "--burst", "--memory", "0.5", "-o", folder / "never.json")
     assert done.exit_code == 1 and "bytes per rank" in done.stderr and not (folder / "never.json").exists()
+    assert done.stderr.count("\n") == 1 and "needs at least" in done.stderr
+
+
+def test_more_devices_than_can_be_planned_are_one_line_with_a_way_out(folder: Path) -> None:
+    arguments = ("plan", folder / "job.json", "--burst", "--devices", "100000", "--batch", "100000")
+    done = run(*arguments, "-o", folder / "never.json")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1 and "plan for fewer devices" in done.stderr
+
+
+def test_a_profile_of_one_local_batch_is_said_to_tell_nothing_of_unevenness(folder: Path) -> None:
+    done = run("plan", folder / "job.json", "--burst", "--devices", "4", "--batch", "32", "-o", folder / "p.json")
+    assert done.exit_code == 0 and "Only one local batch (8) was measured" in done.stdout
+
+
+def test_layers_in_which_deeppool_breaks_its_limit_are_counted(folder: Path) -> None:
+    """Large outputs behind layers that halve well: the fastest way into the next layer costs it more than it may."""
+    arguments = ("--burst", "--devices", "8", "--batch", "32", "--amplification", "1.5", "-o", folder / "p.json")
+    assert "breaks its own limit" not in run("plan", folder / "job.json", *arguments).stdout
+    wide = tuple(msgspec.structs.replace(layer, activation_bytes=50 << 20) for layer in uneven().layers)
+    store.write(folder / "wide.json", msgspec.structs.replace(uneven(), layers=wide))
+    done = run("plan", folder / "wide.json", *arguments)
+    assert done.exit_code == 0 and "deeppool's rule breaks its own limit in" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,23 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(Error, match="is a directory"):
         store.write(tmp_path / "folder", PLAN)
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+def test_a_device_or_a_pipe_keeps_its_place_and_is_written_to(tmp_path: Path) -> None:
+    pipe, got = tmp_path / "pipe", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
+    reader.start()
+    store.write_text(pipe, "whole")
+    reader.join(timeout=10)
+    assert got == ["whole"] and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    for text in ("first", "second"):
+        store.write_text(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == text
 
 
 def test_a_written_file_has_the_permissions_of_any_other(tmp_path: Path) -> None:

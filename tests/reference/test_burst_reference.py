@@ -38,6 +38,8 @@ def planner(profile: Profile, batch: int, devices: int = 8) -> BurstPlanner:
         ("vgg", 32, 8, "fastest", None, 11.19),
         ("vgg", 32, 8, "fastest", 1.25, 12.61),
         ("vgg", 32, 8, "per-layer", 1.25, 21.62),
+        ("vgg", 32, 8, "deeppool", 1.25, 21.62),
+        ("vgg", 32, 8, "deeppool-published", 1.25, 29.99),
         ("vgg", 32, 32, "fastest", None, 6.51),
         ("vgg", 32, 32, "dp:32", None, 10.41),
         ("wrn", 16, 8, "dp:2", None, 39.90),
@@ -52,6 +54,9 @@ def planner(profile: Profile, batch: int, devices: int = 8) -> BurstPlanner:
         ("wrn", 32, 8, "fastest", 1.25, 47.34),
         ("wrn", 32, 8, "fastest", 1.5, 38.07),
         ("wrn", 32, 8, "fastest", 2.0, 33.55),
+        ("wrn", 32, 8, "per-layer", 1.5, 48.54),
+        ("wrn", 32, 8, "deeppool", 1.5, 49.06),
+        ("wrn", 32, 8, "deeppool-published", 1.5, 48.70),
     ],
 )
 def test_published_layer_times_give_the_reference_figures(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -120,6 +121,34 @@ def test_communication_at_the_same_time_shares_a_link() -> None:
         return next(s.duration for s in timeline.spans if s.name == "gradients back from l1")
 
     assert back(shared) == pytest.approx(2 * back(alone))
+
+
+@dataclass(frozen=True)
+class Crowded(Links):
+    """Links on which two all-reduces at once take half as long again as one after the other."""
+
+    def crowding(self, ranks: int, /) -> float:
+        return 1.5
+
+
+def test_two_sums_at_once_lose_what_crowding_costs_and_a_third_waits() -> None:
+    """Three layers on two ranks, each with a sum of 20 s and 3 s of backward: the first two share from the start of the
+    second until it is their turn to end; the third begins when the first has ended."""
+
+    def sums(links: Links) -> list[tuple[float, float]]:
+        timeline = simulate_burst(plan([2, 2, 2], 2, 2), profile(3, parameters=2000), links, bucket_bytes=1)
+        found = spans(timeline, "rank 0/network", "communication")
+        return sorted((start, stop) for _, start, stop in found)
+
+    fair = sums(Links(0.0, 100.0, 0.25, 100.0))
+    first = 6.0 + 4.0  # forward of three layers, backward of the last
+    # 4 s alone, then both at half speed: 16 s are left of the first.
+    assert fair[0] == (first, pytest.approx(first + 4 + 32)) and fair[1][0] == first + 4
+    assert fair[2][0] == pytest.approx(fair[0][1]), "two at once"
+    assert max(stop for _, stop in fair) == pytest.approx(first + 60), "nothing is lost"
+    crowded = sums(Crowded(0.0, 100.0, 0.25, 100.0))
+    assert crowded[0] == (first, pytest.approx(first + 4 + 48))
+    assert max(stop for _, stop in crowded) > first + 60
 
 
 def test_a_cut_carries_every_tensor_that_is_still_needed() -> None:

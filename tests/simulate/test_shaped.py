@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.core.errors import Error
 from dovetail.simulate.launch import launch
-from dovetail.simulate.shaped import NAMESPACES, PREFIX, available, bits_per_second, clean, shaped
+from dovetail.simulate.shaped import NAMESPACES, PREFIX, SEND_BUFFER, available, bits_per_second, clean, shaped
 
 reason = available()
 needs_namespaces = [pytest.mark.root, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -67,6 +67,8 @@ def test_other_wrong_options_are_one_line_too() -> None:
         pass
     with pytest.raises(Error, match=r"^queue_seconds: expected more than 0"), shaped(2, queue_seconds=0):
         pass
+    with pytest.raises(Error, match=r"^in_flight: expected at least 4096 bytes"), shaped(2, in_flight=1):
+        pass
 
 
 def test_what_is_missing_is_said() -> None:
@@ -92,6 +94,19 @@ def test_a_network_lives_as_long_as_its_block_and_outside_the_machine_s_own_name
         assert len(names_of(os.getpid())) == 4
     assert names_of(os.getpid()) == []
     assert links() == before
+
+
+@marked
+def test_what_a_connection_may_have_on_its_way_is_set_for_its_ranks_alone() -> None:
+    def buffers(*inside: str) -> list[str]:
+        return subprocess.run(
+            [*inside, "cat", SEND_BUFFER], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.split()
+
+    before = buffers()
+    with shaped(1, in_flight=50_000) as network:
+        assert buffers("ip", "netns", "exec", network.namespaces[0]) == ["4096", "50000", "50000"]
+        assert buffers() == before
 
 
 @marked

@@ -115,8 +115,19 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place if the block succeeds, and vanishes if it does not."""
+    """A temporary file beside `path` that takes its place if the block succeeds, and vanishes if it does not.
+
+    Through a symbolic link, the file that it points to. A device or a pipe (/dev/null, /dev/stdout) keeps its place and
+    is written to: root would otherwise take it from everybody.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with tempfile.TemporaryDirectory() as folder:
+            yield (through := Path(folder) / path.name)
+            with path.open("wb") as out:
+                out.write(through.read_bytes())
+        return
+    path = path.resolve() if path.is_symlink() else path
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
     except OSError as e:

@@ -183,7 +183,10 @@ class BurstPlanner:
         if min(found) < 1 or max(found) > self.devices or any(a >= b for a, b in pairwise(found)):
             raise Error(f"counts: expected 1 to {self.devices} devices, ascending, got {list(found)}")
         if len(found) > MOST_CHOICES:
-            raise Error(f"counts: expected at most {MOST_CHOICES} to choose from, got {len(found)}: give some of them")
+            raise Error(
+                f"a global batch of {self.cost.batch:,} on {self.devices:,} devices leaves {len(found)} device counts "
+                f"to choose from, expected at most {MOST_CHOICES}: plan for fewer devices, or give `counts`"
+            )
         return found
 
     @cached_property
@@ -236,7 +239,7 @@ class BurstPlanner:
             np.flatnonzero(m <= most - sum(least) + own) for m, own in zip(problem.memory, least, strict=True)
         ]
         if any(len(k) == 0 for k in kept):
-            raise self._no_plan("")
+            raise Error(f"{self._no_plan('')}: rank 0, which runs every layer, needs at least {sum(least):,}")
         return problem.restricted(kept)
 
     def _counts(self, choices: list[int]) -> list[int]:

@@ -8,8 +8,8 @@ A planner asks five questions of a cost model, with whole arrays, so that a thou
     reshard(layer, before, after)    moving the layer's output from `before` devices to `after`, and its gradient back
     memory(layer, samples)           bytes on a rank: parameters, gradients, optimiser state, output
 
-`ProfileCost` answers from a measured profile and from links: constants (`Links`) or a measured network
-(`NetworkLinks`).
+`ProfileCost` answers from a measured profile and from links: constants (`Links`), a network measured among all ranks
+(`NetworkLinks`), or links measured among each number of ranks (`burst_links.MeasuredLinks`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class Wires(Protocol):
     def reduction(self, ranks: int, /) -> Cost:
         """An all-reduce among so many ranks, by its bytes."""
 
-    def move(self, nbytes: npt.ArrayLike, ranks: npt.ArrayLike, /) -> FloatArray:
-        """One way, where the busiest of so many ranks sends or receives so many bytes."""
+    def move(self, nbytes: npt.ArrayLike, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
+        """Samples go from ranks 0..before−1 to ranks 0..after−1; the busiest sends or receives so many bytes."""
+
+    def crowding(self, ranks: int, /) -> float:
+        """How many times longer two all-reduces among so many ranks take at once than one after the other."""
 
 
 def local_batch(batch: int, devices: npt.ArrayLike) -> IntArray:
@@ -90,8 +93,11 @@ class Links:
     def reduction(self, ranks: int, /) -> Cost:
         return AffineCost(self.sync_latency, 2 * (ranks - 1) / ranks / self.sync_rate)
 
-    def move(self, nbytes: npt.ArrayLike, ranks: npt.ArrayLike, /) -> FloatArray:
+    def move(self, nbytes: npt.ArrayLike, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
         return self.move_latency + np.asarray(nbytes, dtype=np.float64) / self.move_rate
+
+    def crowding(self, ranks: int, /) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,12 @@ class NetworkLinks:
     def reduction(self, ranks: int, /) -> Cost:
         return self.network.cost("all_reduce", ranks=ranks)
 
-    def move(self, nbytes: npt.ArrayLike, ranks: npt.ArrayLike, /) -> FloatArray:
-        step, wire = self._step
+    def move(self, nbytes: npt.ArrayLike, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
+        (step, wire), ranks = self._step, np.maximum(before, after)
         return step * (np.asarray(ranks, dtype=np.float64) - 1) + wire * np.asarray(nbytes, dtype=np.float64)
+
+    def crowding(self, ranks: int, /) -> float:
+        return 1.0
 
     @cached_property
     def _step(self) -> tuple[float, float]:
@@ -162,7 +171,7 @@ class ProfileCost:
     def reshard(self, layer: int, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
         nbytes = moved_samples(self.batch, before, after) * self.profile.layers[layer].activation_bytes
         h, g = np.asarray(before), np.asarray(after)
-        return np.where(h == g, 0.0, 2 * self.wires.move(nbytes, np.maximum(h, g)))
+        return np.where(h == g, 0.0, self.wires.move(nbytes, h, g) + self.wires.move(nbytes, g, h))
 
     def memory(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray:
         found = self.profile.layers[layer]

@@ -98,10 +98,19 @@ def lower_bound(planner: BurstPlanner) -> float:
 
 
 def fastest_overlapped(planner: BurstPlanner, *, amplification: float | None = None) -> BurstPlan:
-    """The fastest overlapped plan within a limit, among the plans that are best where 0 to 100 % is hidden.
+    """The fastest of the overlapped `candidates` within a limit.
 
     What is hidden depends on all layers at once, so this is a choice among good plans and not the exact optimum;
     `lower_bound` says how far it can be from that.
+    """
+    found = candidates(planner, amplification=amplification)
+    return min(found, key=lambda p: (p.prediction.iteration, p.prediction.device_time))
+
+
+def candidates(planner: BurstPlanner, *, amplification: float | None = None) -> list[BurstPlan]:
+    """Overlapped plans within a limit: data parallelism, and what is best where 0 to 100 % of the gradients is hidden.
+
+    For those who can judge plans better than `overlapped` does, such as with the buckets that a job will really use.
     """
     plans = data_parallel(planner)
     for share in SHARES:
@@ -111,13 +120,12 @@ def fastest_overlapped(planner: BurstPlanner, *, amplification: float | None = N
         for limit in [*limits, 1.0]:
             with contextlib.suppress(Error):  # memory may not allow so little device-time
                 plans.append(partly.fastest(amplification=limit))
-    fit = [p for p in plans if planner.memory is None or p.prediction.memory <= planner.memory]
-    found = [overlapped(planner, p) for p in fit]
+    fit = {p.counts: p for p in plans if planner.memory is None or p.prediction.memory <= planner.memory}
+    found = [msgspec.structs.replace(overlapped(planner, p), policy="overlapped") for p in fit.values()]
     within = [p for p in found if amplification is None or p.prediction.amplification <= amplification * (1 + 1e-9)]
     if not within:
         raise Error(f"no overlapped plan for {planner.profile.name!r} within {amplification:g} and the memory given")
-    best = min(within, key=lambda p: (p.prediction.iteration, p.prediction.device_time))
-    return msgspec.structs.replace(best, policy="overlapped")
+    return within
 
 
 def _gradients(profile: Profile, layer: int) -> list[int]:

@@ -12,11 +12,11 @@ from dovetail.core.errors import Error
 from .burst import BurstPlanner
 from .burst_cost import local_batch
 
-NAMES = ("fastest", "cheapest", "best-dp", "dp:G", "static-partition", "per-layer", "deeppool")
+NAMES = ("fastest", "cheapest", "best-dp", "dp:G", "static-partition", "per-layer", "deeppool", "deeppool-published")
 DEFAULT_AMPLIFICATION = 2.0
 """DeepPool's own default."""
 SMALL_LAYER = 300e-6
-"""Seconds on one device below which DeepPool's rule lets a layer have any amplification."""
+"""Seconds on one device up to which DeepPool lets a layer have any amplification."""
 
 
 def plan(burst: BurstPlanner, name: str, *, amplification: float | None = None) -> BurstPlan:
@@ -32,6 +32,8 @@ def plan(burst: BurstPlanner, name: str, *, amplification: float | None = None) 
         return per_layer(burst, amplification=amplification or DEFAULT_AMPLIFICATION)
     if name == "deeppool":
         return deeppool(burst, amplification=amplification or DEFAULT_AMPLIFICATION)[0]
+    if name == "deeppool-published":
+        return deeppool_published(burst, amplification=amplification or DEFAULT_AMPLIFICATION)[0]
     kind, _, number = name.partition(":")
     if kind == "dp" and number.isdecimal() and 1 <= int(number) <= burst.devices:
         return burst.predict([int(number)] * len(burst.profile.layers), policy=name)
@@ -97,18 +99,61 @@ class Violation:
 
 
 def deeppool(burst: BurstPlanner, *, amplification: float = DEFAULT_AMPLIFICATION) -> tuple[BurstPlan, list[Violation]]:
-    """The per-layer rule of DeepPool's planner on a chain, and the layers of its plan that break its own limit.
+    """DeepPool's rule on a chain, a limit on every layer, and the layers of its plan that break the limit.
+
+    Going forward, each count of a layer keeps one predecessor: the one with the least time so far. Only then is the
+    limit tested, on that one: the layer's g·(computing + sync + re-sharding into it) over its computing on one device.
+    A count above the limit is dropped, although it may have been within it behind a slower predecessor; that is what
+    `per_layer` finds and this does not. Where no count of a layer is left, the one least above the limit stays: the
+    plan breaks its own limit there. Layers of up to 300 us on one device may take anything. Counts are powers of two.
+    """
+    _check_chain(burst, "deeppool")
+    cost, counts = burst.cost, _halvings(burst)
+    samples = local_batch(cost.batch, counts)
+    g, at = np.array(counts), range(len(counts))
+    total, back = np.zeros(len(counts)), list[list[int]]()
+    taken: list[list[float]] = []  # by layer and count, behind the predecessor that was kept
+    for v in range(len(burst.profile.layers)):
+        own = cost.compute(v, samples) + cost.sync(v, counts)
+        moving = cost.reshard(v - 1, g[:, None], g) if v else np.zeros((len(counts), len(counts)))
+        arrival = total[:, None] + moving if v else np.zeros_like(moving)
+        came = arrival.argmin(axis=0).tolist()
+        moved = np.array([moving[came[k], k] for k in at])
+        alone = float(cost.compute(v, cost.batch))
+        share = np.ones(len(counts)) if alone <= SMALL_LAYER else g * (own + moved) / alone
+        new = np.array([arrival[came[k], k] for k in at]) + own
+        allowed = np.isfinite(new) & (share <= amplification * (1 + 1e-12))
+        if not allowed.any():
+            allowed = np.arange(len(counts)) == np.where(np.isfinite(new), share, np.inf).argmin()
+        total = np.where(allowed, new, np.inf)
+        back.append(came)
+        taken.append(share.tolist())
+    chosen = [int(total.argmin())]
+    for came in reversed(back[1:]):
+        chosen.append(came[chosen[-1]])
+    chosen.reverse()
+    broken = [
+        Violation(layer.name, taken[v][chosen[v]])
+        for v, layer in enumerate(burst.profile.layers)
+        if taken[v][chosen[v]] > amplification * (1 + 1e-12)
+    ]
+    return burst.predict([counts[k] for k in chosen], policy=f"deeppool:{amplification:g}"), broken
+
+
+def deeppool_published(
+    burst: BurstPlanner, *, amplification: float = DEFAULT_AMPLIFICATION
+) -> tuple[BurstPlan, list[Violation]]:
+    """The search in the code that was published with DeepPool, and the layers of its plan that break its own limit.
 
     Going forward, each count of a layer keeps one predecessor: the one with the least time so far among those whose
     OWN amplification stays below the limit, or is the least seen until then. That of a predecessor with h devices is
     h·(its computing + sync + re-sharding to here) over (its computing on one device + its sync), and 1 where it
-    computes for less than 300 us. So a layer is tested one step late, on what it hands on, the last one never; where
+    computes for up to 300 us. So a layer is tested one step late, on what it hands on, the last one never; where
     the only predecessor that survives is above the limit it is taken all the same. Counts are powers of two.
     """
-    _check_chain(burst, "deeppool")
-    cost, batch = burst.cost, burst.cost.batch
-    counts = [2**i for i in range(burst.devices.bit_length()) if 2**i <= min(burst.devices, batch)]
-    samples = local_batch(batch, counts)
+    _check_chain(burst, "deeppool-published")
+    cost, counts = burst.cost, _halvings(burst)
+    samples = local_batch(cost.batch, counts)
     layers = range(len(burst.profile.layers))
     compute = [cost.compute(v, samples).tolist() for v in layers]
     sync = [cost.sync(v, counts).tolist() for v in layers]
@@ -147,7 +192,13 @@ def deeppool(burst: BurstPlanner, *, amplification: float = DEFAULT_AMPLIFICATIO
         moving = float(cost.reshard(v, found[v], found[v + 1])) if v + 1 < len(found) else 0.0
         if (here := taken(v, chosen[v], moving)) > amplification:
             broken.append(Violation(burst.profile.layers[v].name, here))
-    return burst.predict(found, policy=f"deeppool:{amplification:g}"), broken
+    return burst.predict(found, policy=f"deeppool-published:{amplification:g}"), broken
+
+
+def _halvings(burst: BurstPlanner) -> list[int]:
+    """The powers of two among the useful counts."""
+    most = min(burst.devices, burst.cost.batch)
+    return [2**i for i in range(most.bit_length())]
 
 
 def _check_chain(burst: BurstPlanner, name: str) -> None:

@@ -2,8 +2,9 @@
 
 The step is a list of tasks in the order in which `train.burst` does them. A computing task belongs to one rank. A
 re-sharding starts when all its ranks are there and holds them until it ends. The sum of a part's gradients starts when
-all its ranks have computed them and holds nobody. Communications that share a rank at the same time share its link
-evenly. Nothing else is shared, and the step ends with its last task.
+all its ranks have computed them and holds nobody. A group of ranks has at most two communications on the way, as gloo
+does; others wait their turn. Communications that share a rank at the same time share its link evenly, and lose what
+the links say is lost by crowding. Nothing else is shared, and the step ends with its last task.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dovetail.planning.burst_cost import Links, Wires
 
 BUCKET = 25 * 2**20
 """Bytes; `train.burst` has the same default."""
+AT_ONCE = 2
+"""Communications of one group: gloo's threads."""
 
 
 @dataclass
@@ -31,6 +34,7 @@ class _Task:
     """Alone."""
     after: frozenset[int]
     bytes: int = 0
+    crowding: float = 1.0
     left: float = field(init=False)
     start: float = -1.0
     stop: float = -1.0
@@ -81,7 +85,8 @@ def _tasks(plan: BurstPlan, profile: Profile, wires: Wires, bucket_bytes: float)
         name: str, kind: SpanKind, who: tuple[int, ...], seconds: float, nbytes: int = 0, holds: bool = True
     ) -> None:
         after = frozenset(last[r] for r in who if r in last)
-        tasks.append(_Task(name, kind, who, seconds, after, nbytes))
+        crowding = wires.crowding(len(who)) if kind == "communication" else 1.0
+        tasks.append(_Task(name, kind, who, seconds, after, nbytes, crowding))
         if holds:
             last.update(dict.fromkeys(who, len(tasks) - 1))
 
@@ -89,7 +94,8 @@ def _tasks(plan: BurstPlan, profile: Profile, wires: Wires, bucket_bytes: float)
         if moved(before, after):
             who = tuple(sorted({r for r, _ in (*before.held, *after.held)}))
             nbytes = busiest(before, after) * crossing[cut]
-            add(name, "communication", who, float(wires.move(nbytes, len(who))), nbytes)
+            seconds = float(wires.move(nbytes, len(before.held), len(after.held)))
+            add(name, "communication", who, seconds, nbytes)
 
     def compute(kind: SpanKind, layout: Layout, layers: Sequence[int]) -> None:
         for rank, samples in layout.held:
@@ -124,7 +130,9 @@ def _run(tasks: list[_Task]) -> None:
     waiting, running = set(range(len(tasks))), set[int]()
     done: set[int] = set()
     while waiting or running:
-        for i in [i for i in waiting if tasks[i].after <= done]:
+        for i in sorted(i for i in waiting if tasks[i].after <= done):
+            if tasks[i].kind == "communication" and _beside(tasks, running, i) >= AT_ONCE:
+                continue
             waiting.remove(i)
             running.add(i)
             tasks[i].start = now
@@ -143,7 +151,13 @@ def _speed(tasks: list[_Task], running: set[int], i: int) -> float:
     if tasks[i].kind != "communication":
         return 1.0
     beside = [set(tasks[j].ranks) for j in running if tasks[j].kind == "communication"]
-    return 1.0 / max(sum(r in ranks for ranks in beside) for r in tasks[i].ranks)
+    sharing = max(sum(r in ranks for ranks in beside) for r in tasks[i].ranks)
+    return 1.0 / (sharing * tasks[i].crowding) if sharing > 1 else 1.0
+
+
+def _beside(tasks: list[_Task], running: set[int], i: int) -> int:
+    """Communications of the same group that are on their way."""
+    return sum(tasks[j].kind == "communication" and tasks[j].ranks == tasks[i].ranks for j in running)
 
 
 def _spans(task: _Task) -> Iterator[Span]:

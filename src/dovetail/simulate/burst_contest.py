@@ -1,42 +1,53 @@
 """Burst plans side by side on emulated devices: real tensors, a real network, the same processes, turn by turn.
 
-Every rank emulates one device. First the ranks measure their network: all-reduce and all-to-all among all of them and
-among the first 2, 4, … of them. Rank 0 plans; then the plans take turns, in an order shuffled for every round.
+Every rank emulates one device. First the ranks measure what communication costs them: all-reduces among all of them and
+among the first 2, 4, … of them, and re-sharding between each two of these sets. Rank 0 plans; then the plans take
+turns, in an order shuffled for every round. Policies that choose the very same devices are one program under several
+names: they take one turn and share its times. At the end each plan runs three more steps, which are recorded.
+
 `run` is the caller's side; `python -m dovetail.simulate.burst_contest SPEC` is one rank's.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from dovetail.core import store
 from dovetail.core.burst import BurstPlan
-from dovetail.core.network import Cost, FloatArray, Network
+from dovetail.core.layout import parts
+from dovetail.core.network import Collective, Network
 from dovetail.core.profile import Profile
-from dovetail.core.timeline import Timeline
+from dovetail.core.timeline import Span, Timeline
 from dovetail.planning.burst import BurstPlanner
-from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
-from dovetail.planning.burst_overlap import fastest_overlapped
+from dovetail.planning.burst_cost import ProfileCost
+from dovetail.planning.burst_links import MeasuredLinks
+from dovetail.planning.burst_overlap import candidates
+from dovetail.planning.burst_rules import data_parallel
 
 from .burst import simulate_burst
 from .contest import Setting, hold
+from .shaped import bits_per_second
 
 if TYPE_CHECKING:
     from dovetail.train.burst import Burst
 
 DDP = "ddp"
-"""The contestant that is torch's DistributedDataParallel, on all ranks."""
+"""The contestant that is torch's DistributedDataParallel, on all ranks and with the buckets of the burst executor."""
+QUEUED = 0.02
+"""Seconds of a link's rate that a connection may have on its way: many round trips, and no long queue before others."""
+RECORDED = 3
+"""Steps, of which the one of median duration is kept."""
 
 
 class Spec(store.Record, frozen=True, kw_only=True):
@@ -45,7 +56,8 @@ class Spec(store.Record, frozen=True, kw_only=True):
     profile: Profile
     batch: int
     policies: tuple[str, ...]
-    """"ddp" for torch's own, "dp:8" and other baselines by name, "burst" for the fastest, "burst:1.25" in a limit."""
+    """"ddp" for torch's own, "dp:8" and other baselines by name, "best-dp" for the number of devices on which data
+    parallelism is predicted to be fastest, "burst" for the fastest plan, "burst:1.25" in a limit."""
     bucket_bytes: float
     rounds: int
     steps: int
@@ -61,43 +73,33 @@ class Entry(store.Record, frozen=True, kw_only=True):
     predicted: Timeline
     seconds: tuple[float, ...]
     """Iteration times of the slowest rank."""
+    same_as: tuple[str, ...] = ()
+    """Policies that chose the very same devices, and share these times."""
+    recorded: Timeline | None = None
+    """One step of all ranks; None for DDP."""
     moved: int = 0
     """Bytes that all ranks sent in re-sharding in one step, as counted."""
     predicted_moved: int = 0
-    idle: float | None = None
-    """Device-seconds per iteration in which a device of the job neither computed nor communicated; None for DDP."""
+
+    @property
+    def idle(self) -> float | None:
+        """Device-seconds in which a device neither computed nor communicated, in the recorded step."""
+        if self.recorded is None:
+            return None
+        return sum(s.duration for s in self.recorded.spans if s.kind == "idle")
 
 
 class Outcome(store.Record, frozen=True, kw_only=True):
     networks: dict[int, Network]
     """As measured, by number of ranks."""
+    moves: dict[str, Collective]
+    """Re-sharding as measured, by "ranks before-ranks after"."""
+    crowded: dict[int, float]
+    """How many times longer two all-reduces took at once than one after the other, by number of ranks."""
     entries: tuple[Entry, ...]
 
     def entry(self, policy: str) -> Entry:
         return next(e for e in self.entries if e.policy == policy)
-
-
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """Communication as it was measured among each number of ranks; others by the ring law from the widest."""
-
-    networks: Mapping[int, Network]
-
-    def all_reduce(self, nbytes: float, ranks: npt.ArrayLike, /) -> FloatArray:
-        n = np.asarray(ranks, dtype=np.int64)
-        each = [float(self.reduction(int(m))(nbytes)) if m > 1 else 0.0 for m in n.ravel()]
-        return np.array(each).reshape(n.shape)
-
-    def reduction(self, ranks: int, /) -> Cost:
-        return self._at(ranks).reduction(ranks)
-
-    def move(self, nbytes: npt.ArrayLike, ranks: npt.ArrayLike, /) -> FloatArray:
-        amounts, n = np.broadcast_arrays(np.asarray(nbytes, dtype=np.float64), np.asarray(ranks, dtype=np.int64))
-        each = [float(self._at(int(m)).move(b, m)) for b, m in zip(amounts.ravel(), n.ravel(), strict=True)]
-        return np.array(each).reshape(n.shape)
-
-    def _at(self, ranks: int) -> NetworkLinks:
-        return NetworkLinks(self.networks.get(ranks) or self.networks[max(self.networks)])
 
 
 def run(
@@ -109,13 +111,13 @@ def run(
     bucket_bytes: float,
     rounds: int = 3,
     steps: int = 3,
-    network_seconds: float = 12.0,
+    network_seconds: float = 30.0,
     timeout: float = 900,
     on_line: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Lets the plans of `policies` take turns; lines of progress go to `on_line`.
 
-    `network_seconds` is the time for measuring the network, for each number of ranks.
+    `network_seconds` is the time for measuring what communication costs.
     """
     spec = Spec(
         profile=profile,
@@ -127,19 +129,27 @@ def run(
         latency=setting.latency,
         network_seconds=network_seconds,
     )
-    # Messages are small here: a link must not let many of them pass for nothing.
-    setting = replace(setting, burst="32kb")
+    # Messages are small here: a link must not let many of them pass for nothing, nor a large one keep them waiting.
+    if setting.rate is not None:
+        setting = replace(setting, burst="8kb", in_flight=int(QUEUED * bits_per_second(setting.rate) / 8))
     return msgspec.convert(hold(__name__, spec, setting, timeout=timeout, on_line=on_line), Outcome, strict=False)
 
 
 def make_plan(spec: Spec, policy: str, links: MeasuredLinks, devices: int) -> BurstPlan:
+    """By the prediction for the executor with its own buckets, on numbers of devices that were measured."""
+
+    def predicted(plan: BurstPlan) -> float:
+        return simulate_burst(plan, spec.profile, links, bucket_bytes=spec.bucket_bytes).duration
+
     cost = ProfileCost(spec.profile, spec.batch, wires=links)
-    planner = BurstPlanner(spec.profile, cost, devices, network="measured")
+    planner = BurstPlanner(spec.profile, cost, devices, counts=tuple(sorted({1, *links.networks})), network="measured")
     if policy == DDP:
         return planner.policy(f"dp:{devices}")
+    if policy == "best-dp":
+        return min(data_parallel(planner), key=predicted)
     kind, _, limit = policy.partition(":")
     if kind == "burst":
-        return fastest_overlapped(planner, amplification=float(limit) if limit else None)
+        return min(candidates(planner, amplification=float(limit) if limit else None), key=predicted)
     return planner.policy(policy)
 
 
@@ -148,6 +158,7 @@ def _rank(spec: Spec) -> Any:
     import torch.distributed as dist
 
     from dovetail.train import agree
+    from dovetail.train.burst_measure import measure_links
 
     from .channel import leave, register
 
@@ -155,11 +166,22 @@ def _rank(spec: Spec) -> Any:
     dist.init_process_group("gloo" if spec.latency is None else register(latency=spec.latency))
     group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None
-    links = MeasuredLinks(agree.from_first(_networks(spec), group, device))
-    _say(f"network measured among {', '.join(map(str, links.networks))} ranks")
+    layers = spec.profile.layers
+    links = measure_links(
+        spec.batch,
+        max_bytes=max(64 * 1024, *(int(2 * spec.bucket_bytes), *(layer.parameter_bytes for layer in layers))),
+        max_moved=min(512 * 1024, spec.batch * max(layer.activation_bytes for layer in layers)),
+        budget=spec.network_seconds,
+        emulated=True,
+    )
+    _say(f"links measured among {', '.join(map(str, links.networks))} ranks")
     made = {p: make_plan(spec, p, links, dist.get_world_size()) for p in spec.policies} if dist.get_rank() == 0 else {}
     plans: dict[str, BurstPlan] = agree.from_first(made, group, device)
-    jobs, steps = _contestants(spec, plans)
+    alike = _alike(plans)
+    jobs, steps = _contestants(spec, {names[0]: plans[names[0]] for names in alike})
+    # Python's collector would walk through all of torch in every process at the same step, on two cores.
+    gc.collect()
+    gc.freeze()
 
     def timed(name: str) -> float:
         dist.barrier()
@@ -167,62 +189,77 @@ def _rank(spec: Spec) -> Any:
         steps[name]()
         return time.perf_counter() - start
 
-    times: dict[str, list[float]] = {name: [] for name in plans}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     rng = random.Random(0)  # the same on all ranks, so all take the same turns
     for turn in range(spec.rounds):
-        for name in rng.sample(sorted(plans), len(plans)):
+        for name in rng.sample(sorted(steps), len(steps)):
             timed(name)
             times[name] += agree.largest([timed(name) for _ in range(spec.steps)], group, device)
         _say(f"round {turn + 1} of {spec.rounds}")
     entries = []
-    for name, plan in plans.items():
-        entry = Entry(
-            policy=name,
-            plan=plan,
-            predicted=simulate_burst(plan, spec.profile, links, bucket_bytes=spec.bucket_bytes),
-            seconds=tuple(times[name]),
-        )
-        if (job := jobs.get(name)) is not None:
+    for names in alike:
+        job, recorded, moved = jobs.get(names[0]), None, 0
+        if job is not None:
             before = job.moved_bytes
-            with job.record() as recording:
-                took = timed(name)
-            gaps = sum(s.duration for s in recording.timeline(emulated=True).spans if s.kind == "idle")
-            gaps += agree.largest([took], group, device)[0] - took  # a rank that is needed no more has left already
-            summed = torch.tensor([float(job.moved_bytes - before), gaps], dtype=torch.float64)
-            dist.all_reduce(summed)
-            entry = msgspec.structs.replace(
-                entry,
-                moved=int(summed[0]),
-                predicted_moved=job.predicted_moved_bytes(spec.batch),
-                idle=float(summed[1]),
+            recorded = _record(job, functools.partial(timed, names[0]), spec)
+            sent = torch.tensor([job.moved_bytes - before])
+            dist.all_reduce(sent)
+            moved = int(sent) // RECORDED
+        entries += [
+            Entry(
+                policy=name,
+                plan=plans[name],
+                predicted=simulate_burst(plans[name], spec.profile, links, bucket_bytes=spec.bucket_bytes),
+                seconds=tuple(times[names[0]]),
+                same_as=tuple(other for other in names if other != name),
+                recorded=recorded,
+                moved=moved,
+                predicted_moved=job.predicted_moved_bytes(spec.batch) if job is not None else 0,
             )
-        entries.append(entry)
+            for name in names
+        ]
     leave()
-    return msgspec.to_builtins(Outcome(networks=dict(links.networks), entries=tuple(entries)), str_keys=True)
+    moves = {f"{a}-{b}": cost for (a, b), cost in links.moves.items()}
+    outcome = Outcome(networks=dict(links.networks), moves=moves, crowded=dict(links.crowded), entries=tuple(entries))
+    return msgspec.to_builtins(outcome, str_keys=True)
 
 
-def _networks(spec: Spec) -> dict[int, Network]:
-    """What rank 0 is part of: all-reduce and all-to-all among the first 2, 4, … ranks. Every rank calls it."""
+def _alike(plans: Mapping[str, BurstPlan]) -> list[list[str]]:
+    """Policies in groups of equal programs."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, plan in plans.items():
+        groups.setdefault((name == DDP, *plan.counts), []).append(name)
+    return list(groups.values())
+
+
+def _record(job: Burst, timed: Callable[[], float], spec: Spec) -> Timeline:
+    """The step of median duration among a few, of all ranks on one clock. Every rank calls it and gets the same."""
     import torch.distributed as dist
 
-    from dovetail import measure
+    from dovetail.core.timeline import idle_gaps
 
-    found: dict[int, Network] = {}
-    size = 2
-    while size <= dist.get_world_size():
-        among = dist.new_group(list(range(size)))
-        if dist.get_rank() < size:
-            found[size] = measure.network(
-                among,
-                max_bytes=max(64 * 1024, spec.profile.parameter_bytes),
-                collectives=("all_reduce", "all_to_all"),
-                budget=spec.network_seconds,
-                name=f"emulated-{size}",
-                emulated=True,
-            )
-        dist.barrier()
-        size *= 2
-    return found
+    found = []
+    for _ in range(RECORDED):
+        start = time.perf_counter()  # one clock for all processes of a machine
+        with job.record() as recording:
+            timed()
+        stop = time.perf_counter()
+        mine = (start, stop, [s for s in recording.timeline(emulated=True).spans if s.kind != "idle"])
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, mine)
+        spans = [_shifted(s, begin) for begin, _, theirs in held for s in theirs]
+        first = min(s.start for s in spans)
+        spans = [_shifted(s, -first) for s in spans]
+        until = max(s.stop for s in spans)
+        spans += idle_gaps(spans, [f"rank {r}" for r in range(len(held))], until=until)
+        found.append(tuple(sorted(spans, key=lambda s: (s.start, s.stop))))
+    lasts = [max(s.stop for s in spans) for spans in found]
+    middle = found[lasts.index(statistics.median_low(lasts))]
+    return Timeline(name=f"{spec.profile.name}, batch {spec.batch}", source="measured", emulated=True, spans=middle)
+
+
+def _shifted(span: Span, by: float) -> Span:
+    return msgspec.structs.replace(span, start=span.start + by, stop=span.stop + by)
 
 
 def _contestants(
@@ -253,10 +290,14 @@ def _contestants(
     for name, plan in plans.items():
         if name == DDP:
             local = emulated(spec.profile, batch=spec.batch // dist.get_world_size())
-            model = DistributedDataParallel(local, bucket_cap_mb=spec.bucket_bytes / 2**20)
+            # A bucket closes once it holds as many bytes as the executor's part.
+            sizes = [layer.parameter_bytes for layer in spec.profile.layers]
+            pieces = parts([tuple(range(g)) for g in plan.counts], sizes, spec.bucket_bytes)
+            caps = [sum(sizes[p.start : p.stop]) / 2**20 for p in reversed(pieces)]
+            model = DistributedDataParallel(local, bucket_cap_mb_list=caps)  # type: ignore[arg-type]
             steps[name] = functools.partial(ddp_step, model)
         else:
-            layers = emulated_layers(spec.profile)
+            layers = emulated_layers(spec.profile, plan.counts)
             jobs[name] = Burst(layers, plan, loss=first_column, bucket_bytes=spec.bucket_bytes)
             steps[name] = functools.partial(burst_step, jobs[name])
     return jobs, steps

@@ -1,13 +1,15 @@
 """Emulated devices for burst jobs: layers that take a profile's time at whatever local batch they get.
 
 Real are the parameters, the gradients and every tensor that crosses a border, with the profile's bytes; emulated is the
-time: a layer waits until its forward or backward pass would have ended. The processor may be late by `AHEAD` without
-the device noticing, as with a GPU's queue.
+time: a layer waits until its forward or backward pass would have ended. As with a GPU, whose host queues work ahead, a
+layer begins when the one before it has ended on the device's own clock, however late the processor is to notice. Only
+what has to come from other ranks can delay it: behind a re-sharding, and at the start of a step, it begins now.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,9 +19,6 @@ from torch.autograd.function import once_differentiable
 from dovetail.core.errors import Error
 from dovetail.core.profile import Layer, Profile
 
-AHEAD = 0.002
-"""Seconds."""
-
 
 class Device:
     """One emulated device: does one thing after the other."""
@@ -27,11 +26,12 @@ class Device:
     def __init__(self) -> None:
         self._free = 0.0
 
-    def work(self, seconds: float) -> None:
-        """Returns when the device has worked for so long, from now or from when it became free just before."""
-        now = time.perf_counter()
-        start = self._free if 0 <= now - self._free < AHEAD else max(now, self._free)
-        self._free = start + seconds
+    def work(self, seconds: float, *, arrived: bool) -> None:
+        """Returns when the device has worked for so long: from now if its input has just `arrived` from elsewhere,
+        else from when it became free."""
+        if arrived:
+            self._free = max(self._free, time.perf_counter())
+        self._free += seconds
         left = self._free - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -40,9 +40,10 @@ class Device:
 class EmulatedLayer(nn.Module):
     """One layer of a profile that is a chain: rows of float32 in, rows of the profile's size out."""
 
-    def __init__(self, layer: Layer, device: Device) -> None:
+    def __init__(self, layer: Layer, device: Device, *, arrives: tuple[bool, bool]) -> None:
         super().__init__()
-        self.layer, self.device = layer, device
+        self.layer, self.device, self.arrives = layer, device, arrives
+        """`arrives`: whether its input comes from other ranks, forward and backward."""
         if layer.parameter_bytes:
             self.weight = nn.Parameter(torch.ones(max(1, layer.parameter_bytes // 4)))
 
@@ -56,7 +57,7 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, layer: EmulatedLayer) -> Tensor:
         ctx.layer, ctx.shape, ctx.weight = layer, x.shape, weight
         out = x[:, :1].expand(-1, max(1, layer.layer.activation_bytes // 4)).contiguous()
-        layer.device.work(layer.layer.forward(len(x)) if len(x) else 0.0)
+        layer.device.work(layer.layer.forward(len(x)) if len(x) else 0.0, arrived=layer.arrives[0])
         return out
 
     @staticmethod
@@ -65,16 +66,25 @@ class _Wait(torch.autograd.Function):
         layer = ctx.layer
         back = grad[:, :1].expand(ctx.shape).contiguous()
         own = None if ctx.weight is None else torch.full_like(ctx.weight, float(grad[:, 0].sum()))
-        layer.device.work(layer.layer.backward(len(grad)) if len(grad) else 0.0)
+        layer.device.work(layer.layer.backward(len(grad)) if len(grad) else 0.0, arrived=layer.arrives[1])
         return back, own, None
 
 
-def emulated_layers(profile: Profile) -> list[nn.Module]:
-    """The profile's layers for `dovetail.Burst`, all on one emulated device of this rank. Chains only."""
+def emulated_layers(profile: Profile, counts: Sequence[int]) -> list[nn.Module]:
+    """The profile's layers for `dovetail.Burst` with these device counts, all on one emulated device of this rank.
+
+    Chains only. The next layer's samples come from elsewhere where the count changes; so do the first layer's.
+    """
     if profile.edges and set(profile.edges) != {(i, i + 1) for i in range(len(profile.layers) - 1)}:
         raise Error(f"profile {profile.name!r}: emulated burst layers need a chain, but its layers branch")
-    device = Device()
-    return [EmulatedLayer(layer, device) for layer in profile.layers]
+    assert len(counts) == len(profile.layers)
+    device, last = Device(), len(counts) - 1
+    return [
+        EmulatedLayer(
+            layer, device, arrives=(i == 0 or counts[i - 1] != counts[i], i < last and counts[i + 1] != counts[i])
+        )
+        for i, layer in enumerate(profile.layers)
+    ]
 
 
 def first_column(out: Tensor, labels: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ class Setting:
     latency: float | None = None
     burst: str = "256kb"
     """What a link may send at once after a pause."""
+    in_flight: int | None = None
+    """Bytes that a connection may have on its way; None as the system has it."""
 
 
 def run(
@@ -124,7 +126,9 @@ def hold(
 
     with (
         scratch("contest") as folder,
-        shaped(setting.ranks, rate=setting.rate, burst=setting.burst) if setting.rate else nullcontext() as network,
+        shaped(setting.ranks, rate=setting.rate, burst=setting.burst, in_flight=setting.in_flight)
+        if setting.rate
+        else nullcontext() as network,
     ):
         path = folder / "spec.json"
         path.write_bytes(msgspec.json.encode(spec))

@@ -28,6 +28,7 @@ NAMESPACES = Path("/run/netns")  # where `ip netns` keeps its names
 PREFIX = "dovetail-net"
 SUBNET = "198.18.0"  # reserved for benchmarks (RFC 2544); 250 ranks fit
 MAX_RANKS = 250
+SEND_BUFFER = "/proc/sys/net/ipv4/tcp_wmem"  # of the namespace that looks at it: least, default, most
 TIMEOUT = 20.0  # seconds for one call of `ip` or `tc`; they take milliseconds
 
 # dovetail-net-<pid>-<start of that process, in clock ticks since boot>-<network>-<member>
@@ -82,12 +83,18 @@ def bits_per_second(rate: str) -> float:
 
 @contextlib.contextmanager
 def shaped(
-    ranks: int, *, rate: str = "1gbit", burst: str = "256kb", queue_seconds: float = 0.2
+    ranks: int,
+    *,
+    rate: str = "1gbit",
+    burst: str = "256kb",
+    queue_seconds: float = 0.2,
+    in_flight: int | None = None,
 ) -> Iterator[ShapedNetwork]:
     """A network of `ranks` links of `rate` in each direction, for as long as the block runs.
 
     First removes what owners that no longer live have left behind, then creates the namespaces and links. `burst` is
-    what a link may send at once after a pause; `queue_seconds` is how long a packet may wait before the link drops it.
+    what a link may send at once after a pause; `queue_seconds` is how long a packet may wait before the link drops it;
+    `in_flight` are the bytes that a connection may have on its way, by default as many as the system allows.
     The network vanishes when the block ends, whether normally, by an exception, by Ctrl-C or by SIGTERM. After a
     `kill -9` the next start (or `clean()`) removes it.
     """
@@ -98,6 +105,8 @@ def shaped(
         raise Error(f"burst: expected a size in kb or mb such as '256kb', got {burst!r}")
     if not queue_seconds > 0:
         raise Error(f"queue_seconds: expected more than 0, got {queue_seconds}")
+    if in_flight is not None and in_flight < 4096:
+        raise Error(f"in_flight: expected at least 4096 bytes, got {in_flight}")
     if reason := available():
         raise Error(reason)
     clean()
@@ -111,6 +120,9 @@ def shaped(
     with sigterm_raises():
         try:
             _create(network, f"{run}-bridge", limit)
+            if in_flight is not None:
+                buffer = f"echo 4096 {in_flight} {in_flight} > {SEND_BUFFER}"
+                _run("ip", *(f'netns exec {name} sh -c "{buffer}"' for name in network.namespaces))
             yield network
         finally:
             _delete([*network.namespaces, f"{run}-bridge"])

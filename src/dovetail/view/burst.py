@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dovetail.core.burst import BurstPlan
 from dovetail.core.errors import Error
+from dovetail.planning import burst_rules
 from dovetail.planning.burst import BurstPlanner
 from dovetail.planning.burst_background import LIMITS, background
 from dovetail.planning.burst_overlap import fastest_overlapped, overlapped
@@ -54,6 +55,8 @@ class Study:
     """Data parallelism first, then what others would do, then burst plans."""
     task: float
     """Seconds of a background task."""
+    broken: list[burst_rules.Violation]
+    """Layers in which the plan by DeepPool's rule is above the rule's own limit."""
 
     def row(self, policy: str) -> Row | None:
         return next((r for r in self.rows if r.plan.policy == policy), None)
@@ -69,14 +72,17 @@ def study(planner: BurstPlanner, *, amplification: float | None = None, task: fl
     widest = min(planner.devices, planner.cost.batch)
     numbers = [*(2**i for i in range(widest.bit_length()) if 2**i < widest), widest]
     plans = [planner.policy(f"dp:{g}") for g in numbers]
+    broken: list[burst_rules.Violation] = []
     with contextlib.suppress(Error):  # in a graph with branches: its rule knows chains only
-        plans.append(planner.policy("deeppool", amplification=amplification))
+        limit = amplification or burst_rules.DEFAULT_AMPLIFICATION
+        rule, broken = burst_rules.deeppool(planner, amplification=limit)
+        plans.append(rule)
     chosen = planner.fastest(amplification=amplification)
     burst = planner.tradeoff([a for a in SHOWN if amplification is None or a < amplification])
     found = [chosen, *(p for p in burst if p.counts != chosen.counts)]
     found.sort(key=lambda p: p.prediction.iteration)
     rows = [row(p) for p in [*plans, *found]]
-    return Study(planner, next(r for r in rows if r.plan is chosen), rows, task)
+    return Study(planner, next(r for r in rows if r.plan is chosen), rows, task, broken)
 
 
 def table(found: Study) -> RenderableType:
@@ -133,7 +139,8 @@ def sentences(found: Study) -> list[str]:
     lines += _behind_backward(planner, best)
     most_memory = planner.memory if planner.memory is not None else math.inf
     fit = [r.plan for r in found.rows if r.plan.policy.startswith("dp:") and r.plan.prediction.memory <= most_memory]
-    freed = [_freed(planner, plan) for plan in fit if plan.counts[0] > 1]
+    parallel = [p for p in burst_rules.data_parallel(planner) if p.prediction.memory <= most_memory]
+    freed = [_freed(planner, plan, parallel) for plan in fit if plan.counts[0] > 1]
     most = max(freed, key=lambda f: f[1] - f[2], default=None)
     more = (most[1] - most[2]) / devices if most is not None else 0.0
     if most is not None and more >= NOTHING:
@@ -150,6 +157,12 @@ def sentences(found: Study) -> list[str]:
         )
     else:
         lines.append("Worth bursting: its layers are uneven.")
+    if found.broken:
+        worst = max(found.broken, key=lambda v: v.amplification)
+        lines.append(
+            f"deeppool's rule breaks its own limit in {units.count(len(found.broken), 'layer')}, most in "
+            f"{worst.layer} ({worst.amplification:.2f}x)."
+        )
     return lines + _doubts(planner, found.chosen.plan)
 
 
@@ -164,17 +177,26 @@ def _behind_backward(planner: BurstPlanner, dp: BurstPlan) -> list[str]:
     ]
 
 
-def _freed(planner: BurstPlanner, dp: BurstPlan) -> tuple[BurstPlan, float, float]:
-    """(a data-parallel plan, devices that burst frees at its speed, devices that a static partition frees)."""
-    p = planner.cheapest(iteration=dp.prediction.iteration).prediction
-    # An iteration that is shorter than it has to be leaves the rest of the time free as well.
-    return dp, planner.devices - p.device_time / dp.prediction.iteration, float(planner.devices - dp.counts[0])
+def _freed(planner: BurstPlanner, dp: BurstPlan, parallel: Sequence[BurstPlan]) -> tuple[BurstPlan, float, float]:
+    """(a data-parallel plan, devices that burst frees at its speed, devices that the best static partition frees).
+
+    An iteration that is shorter than it has to be leaves the rest of the time free as well.
+    """
+    speed = dp.prediction.iteration
+    burst = planner.cheapest(iteration=speed).prediction.device_time
+    static = min(p.prediction.device_time for p in (dp, *parallel) if p.prediction.iteration <= speed)
+    return dp, planner.devices - burst / speed, planner.devices - static / speed
 
 
 def _doubts(planner: BurstPlanner, plan: BurstPlan) -> list[str]:
     """Where the plan rests on local batches that were not measured."""
     measured = sorted({t.batch for layer in planner.profile.layers for t in layer.times})
     needed = sorted({-(-plan.batch // g) for g in plan.counts} | {plan.batch})
+    if len(measured) == 1:
+        return [
+            f"Only one local batch ({measured[0]}) was measured, so every layer is taken to scale perfectly and hardly "
+            f"one can look uneven: profile {needed[0]} to {needed[-1]} with `dovetail profile --batches`."
+        ]
     if needed[0] >= measured[0] and needed[-1] <= measured[-1]:
         return []
     return [
