@@ -124,8 +124,8 @@ def levels(cells: Cells, checks: list[Check]) -> None:
         values = [c[figure] for c in cells if c["policy"] == name]
         return f"{np.mean(values):+.1%} ({np.median(np.abs(values)):.1%}, {np.max(np.abs(values)):.1%})"
 
-    def own(name: str) -> str:
-        values = [c["makespan of itself"] for c in cells if c["policy"] == name]
+    def own(name: str, figure: str) -> str:
+        values = [c[figure] for c in cells if c["policy"] == name]
         return f"{np.mean(values):.1%}, {np.max(values):.1%}"
 
     names = list(dict.fromkeys(c["policy"] for c in cells))
@@ -133,9 +133,10 @@ def levels(cells: Cells, checks: list[Check]) -> None:
     show("levels", title, names, {
         "policy": lambda name: name,
         "makespan": lambda name: error(name, "makespan"),
-        "makespan, against a single run": lambda name: error(name, "makespan of one run"),
-        "task level's own spread: mean, largest": own,
         "mean completion": lambda name: error(name, "completion"),
+        "makespan, one run against one run": lambda name: error(name, "makespan of one run"),
+        "task level's own spread: mean, largest": lambda name: own(name, "makespan of itself"),
+        "fluid level's": lambda name: own(name, "makespan of fluid itself"),
     })  # fmt: skip
 
 

@@ -72,7 +72,13 @@ class TaskEngine:
     """Devices, residents and the queue of events."""
 
     def __init__(
-        self, devices: int, policy: Policy, costs: Costs, *, window: tuple[float, float] | None = None
+        self,
+        devices: int,
+        policy: Policy,
+        costs: Costs,
+        *,
+        window: tuple[float, float] | None = None,
+        drawn: int = 0,
     ) -> None:
         self.policy, self.costs, self.now = policy, costs, 0.0
         self.active: dict[int, Active] = {}
@@ -88,7 +94,7 @@ class TaskEngine:
         self._touched: list[int] = []
         self._serial = 0
         self._noise = noise(costs.jitter, costs.seed) if costs.jitter else ()
-        self._drawn = 0
+        self._drawn = drawn % NOISE  # how many of them have been used
         self._dynamic = policy.order in ("srpt", "las", "cp")
         self._learns = policy.rules.guard != "off"
         self._running = [(0.0, 0.0)] * devices  # the task on each device: seconds by its profile, and in truth
