@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dovetail.core.job import Job, Phase
+from dovetail.core.job import Job, Phase, ladder
 from dovetail.planning.pack import Cluster
 from dovetail.planning.schedulers import policy
 from dovetail.simulate.cluster import EXACT, Costs, simulate
@@ -59,6 +59,25 @@ def test_neighbours_have_a_device_to_themselves_while_weights_travel() -> None:
     ]
     assert any(len({d for k, devices, _, _ in o.leases for d in devices if k == 0}) == 2 for o in found), "it moved"
     assert found[1].finish == pytest.approx(found[0].finish, rel=0.01)
+
+
+def test_a_group_never_runs_more_than_its_devices_can() -> None:
+    """The third job finds gaps for a while, until the first two fall into step: from then on it has none."""
+    narrow, wide = (
+        Job(
+            name="j",
+            phases=(Phase(iterations=1, workers=w, depths=ladder(w)),),
+            forward=0.055,
+            backward=0.109,
+            off_device=0.027,
+        ).shape()
+        for w in (1, 2)
+    )
+    group = Group((narrow, wide, narrow), (False,) * 3, (), (((0, 0), (1, 0), (2, 0)), ((1, 1),)))
+    for seed in range(12):
+        rates = together(group, policy("jigsaw"), Costs(seed=seed)).after(3).rates
+        used = sum(rate * shape.work for rate, shape in zip(rates, group.shapes, strict=True))
+        assert used <= 1.03 * len(group.devices)
 
 
 def test_a_play_taken_up_again_is_the_one_that_never_stopped() -> None:

@@ -107,12 +107,19 @@ def _measurements(group: Group, policy: Policy, costs: Costs) -> Iterator[Measur
         while played < rounds and (played < least or engine.tasks <= enough):
             played += 1
             engine.run((WARM + played) * slowest)
-        rates = []
-        for i, s in enumerate(standings):
-            done, since = s.done - first[i][0], engine.active[i].since - first[i][1]
-            rates.append(done / since if done else 0.0)
+        rates = [_pace(s.done - done, s.shape.progress, engine.active[i].since - since, engine.now - since)
+                 for i, (s, (done, since)) in enumerate(zip(standings, first, strict=True))]  # fmt: skip
         yield Measured(tuple(rates), (WARM + played) * slowest, engine.tasks)
         rounds, least, enough = 2 * rounds, 2 * least, 2 * enough
+
+
+def _pace(done: float, one: float, until: float, now: float) -> float:
+    """Progress per second of a job that has done so much `until` its last boundary, in iterations of `one` each.
+
+    The next iteration has not ended by `now`: a job that ran for a while and then found no more gaps is slower than
+    it was.
+    """
+    return min(done / until, (done + one) / now) if done else 0.0
 
 
 def _staged(group: Group, policy: Policy, costs: Costs) -> tuple[TaskEngine, list[Standing], float]:
