@@ -61,7 +61,7 @@ def test_neighbours_have_a_device_to_themselves_while_weights_travel() -> None:
     assert found[1].finish == pytest.approx(found[0].finish, rel=0.01)
 
 
-def test_a_group_never_runs_more_than_its_devices_can() -> None:
+def test_jobs_of_one_device_never_run_more_than_it_can() -> None:
     """The third job finds gaps for a while, until the first two fall into step: from then on it has none."""
     narrow, wide = (
         Job(
@@ -76,8 +76,7 @@ def test_a_group_never_runs_more_than_its_devices_can() -> None:
     group = Group((narrow, wide, narrow), (False,) * 3, (), (((0, 0), (1, 0), (2, 0)), ((1, 1),)))
     for seed in range(12):
         rates = together(group, policy("jigsaw"), Costs(seed=seed)).after(3).rates
-        used = sum(rate * shape.work for rate, shape in zip(rates, group.shapes, strict=True))
-        assert used <= 1.03 * len(group.devices)
+        assert (rates[0] + rates[2]) * narrow.work <= 0.9, "the second, of two devices, uses some of it too"
 
 
 def test_a_play_taken_up_again_is_the_one_that_never_stopped() -> None:
