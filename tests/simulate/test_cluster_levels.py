@@ -11,7 +11,7 @@ from dovetail.core.job import Job, Phase, ladder
 from dovetail.planning.pack import Cluster
 from dovetail.planning.schedulers import policy
 from dovetail.simulate.cluster import EXACT, Costs, simulate
-from dovetail.simulate.cluster.rates import Group, together
+from dovetail.simulate.cluster.rates import Group, pace, together
 from dovetail.simulate.cluster.run import Level
 
 from .cluster_jobs import mix
@@ -62,7 +62,7 @@ def test_neighbours_have_a_device_to_themselves_while_weights_travel() -> None:
 
 
 def test_jobs_of_one_device_never_run_more_than_it_can() -> None:
-    """The third job finds gaps for a while, until the first two fall into step: from then on it has none."""
+    """Once the first two have fallen into step, the third finds no more gaps: what it found before is not its rate."""
     narrow, wide = (
         Job(
             name="j",
@@ -77,6 +77,9 @@ def test_jobs_of_one_device_never_run_more_than_it_can() -> None:
     for seed in range(12):
         rates = together(group, policy("jigsaw"), Costs(seed=seed)).after(3).rates
         assert (rates[0] + rates[2]) * narrow.work <= 0.9, "the second, of two devices, uses some of it too"
+    assert pace(3, 1, 1.0, 40.0) == pytest.approx(4 / 40), "three iterations in a second, and then none"
+    assert pace(8, 1, 4.0, 4.3) == pytest.approx(2.0), "the ninth is under way"
+    assert pace(0, 1, 0.0, 9.0) == 0.0
 
 
 def test_a_play_taken_up_again_is_the_one_that_never_stopped() -> None:

@@ -107,23 +107,27 @@ def _measurements(group: Group, policy: Policy, costs: Costs) -> Iterator[Measur
         while played < rounds and (played < least or engine.tasks <= enough):
             played += 1
             engine.run((WARM + played) * slowest)
-        rates = [_pace(s.done - done, s.shape.progress, engine.active[i].since - since, engine.now - since)
+        rates = [pace(s.done - done, s.shape.progress, engine.active[i].since - since, engine.now - since)
                  for i, (s, (done, since)) in enumerate(zip(standings, first, strict=True))]  # fmt: skip
         yield Measured(tuple(rates), (WARM + played) * slowest, engine.tasks)
         rounds, least, enough = 2 * rounds, 2 * least, 2 * enough
 
 
-def _pace(done: float, one: float, until: float, now: float) -> float:
-    """Progress per second of a job that has done so much `until` its last boundary, in iterations of `one` each.
+def pace(done: float, one: float, boundary: float, now: float) -> float:
+    """Progress per second of a job that made so much of it, `one` per iteration, in the seconds to its last boundary.
 
-    The next iteration has not ended by `now`: a job that ran for a while and then found no more gaps is slower than
-    it was.
+    The iteration under way has not ended `now`: who ran for a while and then found no more gaps is slower than that.
     """
-    return min(done / until, (done + one) / now) if done else 0.0
+    return min(done / boundary, (done + one) / now) if done else 0.0
 
 
 def _staged(group: Group, policy: Policy, costs: Costs) -> tuple[TaskEngine, list[Standing], float]:
-    """The group on devices of its own, all its jobs at the start of an iteration, and its slowest job's period."""
+    """The group on devices of its own, and its slowest job's period.
+
+    Its jobs come one after another, the best ranked first, those that tie together: by the time the next one comes
+    those before it are in step. If all began at once, the last would find gaps that close soon, each time that the
+    group changes.
+    """
     rules = policy.rules
     if rules.guard == "background" and not any(group.background):
         rules = replace(rules, guard="off")  # nobody to guard against: cheaper
@@ -135,6 +139,8 @@ def _staged(group: Group, policy: Policy, costs: Costs) -> tuple[TaskEngine, lis
     for device, pattern in enumerate(group.devices):
         for member, place in pattern:
             places[member][place] = device
+    # A job with fewer devices than workers takes turns with itself.
+    slowest = max(shape.period * math.ceil(shape.width / len(places[i])) for i, shape in enumerate(group.shapes))
     standings = []
     for i, shape in enumerate(group.shapes):
         s = Standing(serial=i, arrival=float(i), total=math.inf, shape=shape, background=group.background[i])
@@ -142,8 +148,8 @@ def _staged(group: Group, policy: Policy, costs: Costs) -> tuple[TaskEngine, lis
             # Least attained service first, or the longest critical path.
             s.attained = FAR * group.ties[i]
             s.total = FAR * (len(group.ties) - group.ties[i]) * shape.progress / shape.period
-        engine.start(s, shape, [places[i][p] for p in sorted(places[i])], until=math.inf)
+        late = (group.ties[i] if group.ties else i) / len(group.shapes) * WARM * slowest
+        engine.start(s, shape, [places[i][p] for p in sorted(places[i])], until=math.inf, delay=late)
+        engine.active[i].since = late
         standings.append(s)
-    # A job with fewer devices than workers takes turns with itself.
-    slowest = max(shape.period * math.ceil(shape.width / len(places[i])) for i, shape in enumerate(group.shapes))
     return engine, standings, slowest

@@ -205,9 +205,8 @@ class TaskEngine:
             seconds = r.offers(d)
             worker = r.take(d)
             profiled = seconds
-            expected = now + r.predicted(profiled)
-            if expected > r.eta:
-                r.eta = expected
+            if self._learns:
+                r.eta = max(r.eta, now + r.predicted(profiled))
             if self._noise:
                 self._drawn = (self._drawn + 1) % NOISE
                 seconds *= self._noise[self._drawn]
