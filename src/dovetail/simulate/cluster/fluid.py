@@ -22,7 +22,7 @@ from .tasks import Costs
 NEVER = float("inf")
 DOUBLINGS = 4
 """How often the play of a group that stays together is made twice as long."""
-AFFORDED = 150_000
+AFFORDED = 60_000
 """Tasks that one simulation spends on longer plays. Where there are few groups one rate may decide which job ends
 last; where there are many, errors of single rates cancel out."""
 

@@ -196,27 +196,27 @@ class TaskEngine:
 
     def _dispatch(self, touched: list[int]) -> None:
         guard, switch, idle, last, now = self.policy.rules.guard, self.costs.switch, self.idle, self.last, self.now
+        residents, noise = self.residents, self._noise
         for d in touched:
             if not idle[d]:
                 continue
-            r = pick(self.residents[d], d, now, guard)
+            r = pick(residents[d], d, now, guard)
             if r is None:
                 continue
-            seconds = r.offers(d)
+            profiled = seconds = r.offers(d)
             worker = r.take(d)
-            profiled = seconds
-            if self._learns:
-                r.eta = max(r.eta, now + r.predicted(profiled))
-            if self._noise:
+            if noise:
                 self._drawn = (self._drawn + 1) % NOISE
-                seconds *= self._noise[self._drawn]
+                seconds *= noise[self._drawn]
             begin = now
             if last[d] != r.key:
                 if last[d] >= 0:
                     begin += switch
                 last[d] = r.key
             idle[d] = False
-            self._running[d] = profiled, seconds
+            if self._learns:
+                r.eta = max(r.eta, now + r.predicted(profiled))
+                self._running[d] = profiled, seconds
             self.tasks += 1
             self.busy += seconds
             if self.watched is not None:
