@@ -196,7 +196,7 @@ class TaskEngine:
 
     def _dispatch(self, touched: list[int]) -> None:
         guard, switch, idle, last, now = self.policy.rules.guard, self.costs.switch, self.idle, self.last, self.now
-        residents, noise = self.residents, self._noise
+        residents, noise, queue, push = self.residents, self._noise, self._queue, heapq.heappush
         for d in touched:
             if not idle[d]:
                 continue
@@ -221,7 +221,8 @@ class TaskEngine:
             self.busy += seconds
             if self.watched is not None:
                 self._watch(r, worker, d, begin, begin + seconds)
-            self._push(begin + seconds, d, r)
+            self._serial += 1
+            push(queue, (begin + seconds, self._serial, d, r))
 
     def _watch(self, r: Active, worker: int, device: int, begin: float, end: float) -> None:
         assert self.watched is not None
