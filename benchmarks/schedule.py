@@ -1,7 +1,7 @@
 """Iteration-level scheduling against gangs, simulated: python benchmarks/schedule.py [--quick] [--json FILE]
 
 Everything here is predicted by the simulator: no job runs. Each policy meets the same jobs, over several seeds. The
-full run takes about six minutes on two cores and draws the load curves into docs/schedule.png; --into docs/schedule.md
+full run takes about seven minutes on two cores and draws the load curves into docs/schedule.png; --into docs/schedule.md
 puts its tables into the page.
 """
 
