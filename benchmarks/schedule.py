@@ -1,8 +1,8 @@
 """Iteration-level scheduling against gangs, simulated: python benchmarks/schedule.py [--quick] [--json FILE]
 
 Everything here is predicted by the simulator: no job runs. Each policy meets the same jobs, over several seeds. The
-full run takes about seven minutes on two cores and draws the load curves into docs/schedule.png; --into docs/schedule.md
-puts its tables into the page.
+full run takes about seven minutes on two cores and draws the load curves into docs/schedule.png; its tables are put
+into the page by --into docs/schedule.md.
 """
 
 from __future__ import annotations
