@@ -16,6 +16,7 @@ from dovetail.planning.pack import Cluster
 from dovetail.planning.schedulers import policy
 from dovetail.simulate.cluster import EXACT, Costs, Outcome, bounds, capacity, report, simulate
 from dovetail.simulate.cluster.bounds import saturated_bound
+from dovetail.simulate.cluster.run import Level
 from dovetail.simulate.cluster.study import Contender, contenders, study
 from schedule_runs import on_all_cores
 
@@ -172,8 +173,9 @@ def mixes(seeds: int, who: str) -> list[dict[str, Any]]:
 
 
 LEVELS = ("jigsaw:ladder", "jigsaw", "jigsaw-srpt:ladder", "jigsaw-las:ladder", BASE, "gang-srsf", "tiresias-las")
-DRAWS = 4
-"""Task-level runs of the same jobs with other jitter: what the fluid level, which has none, should be the mean of."""
+BOTH: tuple[Level, Level] = ("task", "fluid")
+DRAWS = 8
+"""Runs of the same jobs with other jitter, at each level: the mean of one is compared with the mean of the other."""
 
 
 def compared(item: tuple[str, int, float]) -> dict[str, Any]:
@@ -181,18 +183,18 @@ def compared(item: tuple[str, int, float]) -> dict[str, Any]:
     name, seed, load = item
     (c,) = contenders(name)
     jobs = [j.with_depths(c.depths) for j in mix(DEVICE_BOUND, seed, load=load)]
-    cluster = Cluster(devices=32)
-    runs = [
-        simulate(jobs, cluster, c.policy, level="task", costs=Costs(seed=seed + 1000 * draw)) for draw in range(DRAWS)
-    ]
-    fluid = simulate(jobs, cluster, c.policy, level="fluid", costs=Costs(seed=seed))
+    seeds = [Costs(seed=seed + 1000 * draw) for draw in range(DRAWS)]
+    tasks, fluid = (
+        [simulate(jobs, Cluster(devices=32), c.policy, level=level, costs=costs) for costs in seeds] for level in BOTH
+    )
     cell: dict[str, Any] = {"policy": name, "seed": seed, "load": load}
     for label, of in (("makespan", lambda o: o.makespan), ("completion", _completion)):
-        figures = np.array([of(o) for o in runs])
-        cell[label] = float(of(fluid) / figures.mean() - 1)
-        cell[f"{label} of one run"] = float(of(fluid) / figures[0] - 1)
-        cell[f"{label} of itself"] = float(np.abs(figures / figures.mean() - 1).max())
-        cell[f"{label} range"] = float(figures.max() / figures.min() - 1)
+        real, model = (np.array([of(o) for o in outcomes]) for outcomes in (tasks, fluid))
+        cell[label] = float(model.mean() / real.mean() - 1)
+        cell[f"{label} of one run"] = float(model[0] / real[0] - 1)
+        cell[f"{label} of itself"] = float(np.abs(real / real.mean() - 1).max())
+        cell[f"{label} of fluid itself"] = float(np.abs(model / model.mean() - 1).max())
+        cell[f"{label} range"] = float(real.max() / real.min() - 1)
     return cell
 
 

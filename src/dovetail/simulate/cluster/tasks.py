@@ -72,7 +72,13 @@ class TaskEngine:
     """Devices, residents and the queue of events."""
 
     def __init__(
-        self, devices: int, policy: Policy, costs: Costs, *, window: tuple[float, float] | None = None
+        self,
+        devices: int,
+        policy: Policy,
+        costs: Costs,
+        *,
+        window: tuple[float, float] | None = None,
+        drawn: int = 0,
     ) -> None:
         self.policy, self.costs, self.now = policy, costs, 0.0
         self.active: dict[int, Active] = {}
@@ -88,7 +94,7 @@ class TaskEngine:
         self._touched: list[int] = []
         self._serial = 0
         self._noise = noise(costs.jitter, costs.seed) if costs.jitter else ()
-        self._drawn = 0
+        self._drawn = drawn % NOISE  # how many of them have been used
         self._dynamic = policy.order in ("srpt", "las", "cp")
         self._learns = policy.rules.guard != "off"
         self._running = [(0.0, 0.0)] * devices  # the task on each device: seconds by its profile, and in truth
@@ -190,33 +196,33 @@ class TaskEngine:
 
     def _dispatch(self, touched: list[int]) -> None:
         guard, switch, idle, last, now = self.policy.rules.guard, self.costs.switch, self.idle, self.last, self.now
+        residents, noise, queue, push = self.residents, self._noise, self._queue, heapq.heappush
         for d in touched:
             if not idle[d]:
                 continue
-            r = pick(self.residents[d], d, now, guard)
+            r = pick(residents[d], d, now, guard)
             if r is None:
                 continue
-            seconds = r.offers(d)
+            profiled = seconds = r.offers(d)
             worker = r.take(d)
-            profiled = seconds
-            expected = now + r.predicted(profiled)
-            if expected > r.eta:
-                r.eta = expected
-            if self._noise:
+            if noise:
                 self._drawn = (self._drawn + 1) % NOISE
-                seconds *= self._noise[self._drawn]
+                seconds *= noise[self._drawn]
             begin = now
             if last[d] != r.key:
                 if last[d] >= 0:
                     begin += switch
                 last[d] = r.key
             idle[d] = False
-            self._running[d] = profiled, seconds
+            if self._learns:
+                r.eta = max(r.eta, now + r.predicted(profiled))
+                self._running[d] = profiled, seconds
             self.tasks += 1
             self.busy += seconds
             if self.watched is not None:
                 self._watch(r, worker, d, begin, begin + seconds)
-            self._push(begin + seconds, d, r)
+            self._serial += 1
+            push(queue, (begin + seconds, self._serial, d, r))
 
     def _watch(self, r: Active, worker: int, device: int, begin: float, end: float) -> None:
         assert self.watched is not None
