@@ -17,6 +17,7 @@ from dovetail.core.errors import Error
 from dovetail.fabric import check, emulate, netns, oracle, shapes
 from dovetail.fabric.dataplane import GRACE, addresses
 from dovetail.fabric.heartbeat import Heartbeat
+from dovetail.fabric.hooks import HOOKS
 
 pytestmark = pytest.mark.root
 TREE = shapes.fat_tree(4, hosts=2)
@@ -26,9 +27,10 @@ POLICY = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[emulate.Fabric]:
-    with emulate.temporary(TREE, POLICY) as made:
+@pytest.fixture(scope="module", params=HOOKS)
+def shared(request: pytest.FixtureRequest) -> Iterator[emulate.Fabric]:
+    with emulate.temporary(TREE, POLICY, hook=request.param) as made:
+        assert made.plane.hook == request.param
         yield made
 
 
@@ -89,11 +91,12 @@ def test_tcp_arrives_intact_with_right_checksums(fabric: emulate.Fabric, family:
     assert checksum_errors(fabric, 15) == checksum_errors(fabric, 1) == 0
 
 
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("mtu", [1500, 9000, 65_000])
-def test_full_sized_packets_pass_unfragmented(mtu: int) -> None:
+def test_full_sized_packets_pass_unfragmented(mtu: int, hook: str) -> None:
     """A host's MTU is what the topology says; the links inside are wider by the header."""
     line = shapes.ring(3, mtu=mtu)
-    with emulate.temporary(line) as f:
+    with emulate.temporary(line, hook=hook) as f:
         a, b = (sockets(f, h, socket.AF_INET, socket.SOCK_DGRAM) for h in (0, 1))
         with contextlib.closing(a), contextlib.closing(b):
             b.bind(("", 5000))
@@ -232,7 +235,8 @@ def test_changes_in_quick_succession_wait_for_the_packets_under_way(fabric: emul
 
 
 def test_silent_and_one_way_failures_are_found_by_missing_heartbeats(fabric: emulate.Fabric) -> None:
-    beat = Heartbeat(fabric, misses=3)
+    found = emulate.find(fabric.name)  # as another process finds it: by what the ports' programs hold
+    beat = Heartbeat(found, misses=3)
     beat._thread = threading.Thread(target=lambda: None)  # rounds are made by hand here
     beat.start()
     try:
@@ -254,14 +258,16 @@ def test_silent_and_one_way_failures_are_found_by_missing_heartbeats(fabric: emu
             assert fabric.path(0, 15, 20000, 7000) == walk
     finally:
         beat.stop()
+        found.close()
 
 
-def test_a_rate_limits_a_link() -> None:
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_rate_limits_a_link(hook: str) -> None:
     slow = shapes.ring(3)
     slow = emulate.Topology(
         slow.name, slow.switches, tuple(emulate.Link(k.a, k.b, 2e6) for k in slow.links), slow.hosts
     )
-    with emulate.temporary(slow) as f:
+    with emulate.temporary(slow, hook=hook) as f:
         begin = time.monotonic()
         assert len(transfer(f, 0, 1, bytes(1_000_000))) == 1_000_000
         assert time.monotonic() - begin > 0.35  # 1 MB at 2 MB/s, less what the queue holds
