@@ -78,18 +78,18 @@ def test_a_notice_of_a_segment_tells_its_source(fabric: emulate.Fabric) -> None:
 
 
 def test_a_frame_with_a_vlan_tag_is_not_taken_for_one_without(fabric: emulate.Fabric) -> None:
-    plain = packets.udp(addresses(0), addresses(2), sport=1, dport=5000, payload=b"tagged?")
-    with netns.inside(fabric.names.host(0)):
+    plain = packets.udp(addresses(1), addresses(3), sport=1, dport=5000, payload=b"tagged?")
+    with netns.inside(fabric.names.host(1)):
         raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-    receiver = sockets(fabric, 2, socket.AF_INET, socket.SOCK_DGRAM)
+    receiver = sockets(fabric, 3, socket.AF_INET, socket.SOCK_DGRAM)
     with contextlib.closing(raw), contextlib.closing(receiver):
         receiver.bind(("", 5000))
         raw.bind((emulate.HOST_DEVICE, tables.ETH_PROBE))
-        before = fabric.plane.counters(0)
+        before = fabric.plane.counters(1)
         raw.send(plain[:12] + struct.pack(">HH", 0x8100, 5) + plain[12:])
         raw.send(plain)
         assert receiver.recv(100) == b"tagged?"
-        after = fabric.plane.counters(0)
+        after = fabric.plane.counters(1)
     assert after["drop other"] > before["drop other"]
     assert after["ingress"] == before["ingress"] + 1
 
