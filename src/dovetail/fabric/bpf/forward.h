@@ -5,10 +5,10 @@
 #include "frame.h"
 #include "route.h"
 
-#define DROP(why)                 \
-	do {                      \
-		count(self, why); \
-		return FRAME_DROP;  \
+#define DROP(why)                  \
+	do {                       \
+		count(self, why);  \
+		return FRAME_DROP; \
 	} while (0)
 
 #define MOST_READ (sizeof(struct ipv6hdr) + 4) /* of a host's packet: addresses and ports */

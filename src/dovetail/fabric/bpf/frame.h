@@ -23,6 +23,7 @@
 #define END(ctx) ((void *)FIELD(ctx, data_end))
 
 #ifdef TC
+#include <linux/if_packet.h>
 #include <linux/pkt_cls.h>
 
 typedef struct __sk_buff frame;
@@ -110,6 +111,8 @@ static __always_inline int cut_body(frame *ctx)
 /* To the far end of the port's link, where the next switch takes it up at once: no queue in between. */
 static __always_inline int send_out(frame *ctx, __u32 slot)
 {
+	if (FIELD(ctx, pkt_type) != PACKET_HOST) /* its address is not the first switch's; where it ends it is meant */
+		bpf_skb_change_type(ctx, PACKET_HOST);
 	return bpf_redirect_peer(settings.first_ifindex + slot, 0);
 }
 
