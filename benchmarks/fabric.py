@@ -237,7 +237,7 @@ class Wire:
 
 GBIT = 125e6
 LIMITED = (Wire(1500, GBIT), Wire(1500, 2 * GBIT), Wire(9000, GBIT), Wire(9000, 2 * GBIT))
-FREE = (Wire(1500), Wire(9000), Wire(64_000))
+FREE = (Wire(1500), Wire(9000))
 QUICK = (Wire(1500, GBIT), Wire(1500))
 
 

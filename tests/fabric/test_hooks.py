@@ -113,3 +113,5 @@ def test_a_running_fabric_stays_at_its_hook(fabric: emulate.Fabric) -> None:
     again.close()
     with pytest.raises(Error, match="hook: expected tc or xdp, got 'nic'"):
         emulate.up(RING, name=fabric.name, hook="nic")
+    with pytest.raises(Error, match=r"hook tc: expected an MTU of at most 15800 .*, got 20000"):
+        emulate.up(shapes.ring(4, mtu=20_000), hook=TC)

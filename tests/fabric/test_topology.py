@@ -54,7 +54,7 @@ def test_a_yaml_file_becomes_switches_links_and_hosts(tmp_path: Path) -> None:
         (("rate: 10gbit", "rat: 10gbit"), "links[1].rat: unknown field; expected one of ends, rate"),
         (("rate: 1gbit", "speed: 1gbit"), "hosts.h1.speed: unknown field; expected one of switch, rate"),
         ((GOOD, "switches: [a]\nlinks: []"), "links: expected at least one link or host"),
-        (("name: lab", "mtu: 99999"), "mtu: expected 1280 to 64000 bytes, got 99999"),
+        (("name: lab", "mtu: 99999"), "mtu: expected 1280 to 65000 bytes, got 99999"),
         (("switches: [a, b, c]", ""), "switches: expected a list, got nothing"),
         (("links:", "links: ["), "expected valid YAML"),
     ],

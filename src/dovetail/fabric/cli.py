@@ -49,8 +49,6 @@ def up(
     from .policy import compile_policy
     from .topology import from_document, load, read_yaml
 
-    if hook:
-        hooks.check(hook)
     document: dict[str, Any] = {}
     if topology.suffix == ".gml":
         plan = load(topology)
@@ -60,6 +58,7 @@ def up(
         plan = from_document(whole, topology)
     if policy:
         document = read_yaml(policy)
+    hooks.chosen(hook, plan.mtu)
     policies = compile_policy(document, plan, policy or topology)
     for warning in policies.warnings:
         typer.echo(f"note: {warning}", err=True)

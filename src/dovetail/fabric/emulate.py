@@ -139,8 +139,7 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
     `hook`: where its programs sit. At "tc", the default of a new one, segments of 64 KiB cross it whole; at "xdp"
     frames are as on a wire.
     """
-    if hook:
-        hooks.check(hook)
+    wanted = hooks.chosen(hook, topology.mtu)
     if why := kernel.missing():
         raise Error(why)
     _check_name(name)
@@ -166,7 +165,7 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
             )
         down(name)  # what an interrupted `up` left behind
     names = Names(name, f"{name}-{os.getpid()}")
-    plane = DataPlane.load(tables.size_for(topology), hook=hook or hooks.TC)
+    plane = DataPlane.load(tables.size_for(topology), hook=wanted)
     try:
         _remember(names, topology, document, "building")
         _build(names, topology, plane)

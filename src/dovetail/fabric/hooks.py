@@ -18,6 +18,8 @@ from .kernel import checked, libbpf
 
 TC, XDP = "tc", "xdp"
 HOOKS = (TC, XDP)
+TC_MTU = 15_800
+"""The kernel lets a packet that is not a segment grow to 16,064 bytes: with our header and Ethernet's."""
 _DRIVER_MODE = 4  # XDP in the driver, never the kernel's slow imitation
 _TCX_INGRESS, _REPLACE = 46, 4
 
@@ -43,9 +45,13 @@ class _MapInfo(C.Structure):
     )  # fmt: skip
 
 
-def check(name: str) -> None:
-    if name not in HOOKS:
+def chosen(name: str, mtu: int) -> str:
+    """The hook for hosts of this MTU: the one that was asked for, or the emulation's usual one."""
+    if name and name not in HOOKS:
         raise Error(f"hook: expected {' or '.join(HOOKS)}, got {name!r}")
+    if name == TC and mtu > TC_MTU:
+        raise Error(f"hook tc: expected an MTU of at most {TC_MTU} (segments pass whole whatever it is), got {mtu}")
+    return name or (TC if mtu <= TC_MTU else XDP)
 
 
 def attach(hook: str, ifindex: int, program: int) -> None:

@@ -22,8 +22,8 @@ MAX_SWITCHES = 512
 MAX_LINKS = 1024
 """The map of failed links travels in front of the packet, where XDP leaves 216 bytes."""
 MAX_HOSTS = 4096
-MAX_MTU = 64_000
-"""Wires end at some 9,000 bytes; an emulated link can be wider, up to what the kernel lets grow by our header."""
+MAX_MTU = 65_000
+"""Wires end at some 9,000 bytes; an emulated link can be wider, up to what an IP packet may be with our header."""
 
 
 @dataclass(frozen=True)
