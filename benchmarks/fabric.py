@@ -264,7 +264,7 @@ def throughput(*, quick: bool) -> list[Cell]:
                 for name, fabric in systems.items():
                     if turn < turns[name]:
                         say(f"all-reduce: MTU {w.mtu}, {w.rate * 8 / 1e9:g} Gbit/s, {name}, turn {turn + 1}")
-                        rate = training.all_reduce_rate(fabric, hosts, turns=8 if quick else 14)
+                        rate = training.all_reduce_rate(fabric, hosts, turns=8 if quick else 30)
                         rates.setdefault(name, []).append(rate)
         for name, r in rates.items():
             cells.append(

@@ -16,7 +16,7 @@ from dovetail.fabric import emulate, hooks, netns, packets, shapes, tables
 from dovetail.fabric.dataplane import FIRST_IFINDEX, addresses, host_slot, loaded
 from dovetail.fabric.hooks import HOOKS, TC
 
-from .test_emulation import sockets, transfer
+from .traffic import sockets, transfer
 
 pytestmark = pytest.mark.root
 RING = shapes.ring(4)

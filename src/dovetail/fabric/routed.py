@@ -53,10 +53,11 @@ class Routed:
         """For each switch: host → neighbours."""
         self._drop: kernel.Object | None = None
 
-    def build(self, *, superframes: bool = False) -> None:
+    def build(self, *, superframes: bool = True) -> None:
         """Routers and hosts without routes; a link with a rate is shaped at both ends.
 
-        `superframes`: frames of 64 KiB and no checksums between namespaces, as veth does by default and no wire can.
+        `superframes`: frames of 64 KiB and no checksums between namespaces, as veth does by default, and ours at tc;
+        without, all is cut to the MTU as on a wire.
         """
         topology, names = self.topology, self.names
         _build(names, topology, None)
@@ -257,7 +258,7 @@ class Controller(threading.Thread):
 
 
 @contextlib.contextmanager
-def routed(topology: Topology, *, superframes: bool = False, push: bool = True) -> Iterator[Routed]:
+def routed(topology: Topology, *, superframes: bool = True, push: bool = True) -> Iterator[Routed]:
     """A fabric of routers for the duration of a block, all shortest paths in its tables."""
     name = f"r{os.getpid()}x{time.monotonic_ns() % 10**6}"[:16]
     made = Routed(Names(name, f"{name}-{os.getpid()}"), topology)
