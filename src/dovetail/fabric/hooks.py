@@ -95,11 +95,13 @@ def _program_at(hook: str, ifindex: int) -> Iterator[int | None]:
 
 def found(ifindex: int) -> tuple[str, int, dict[str, int]]:
     """(hook, program, its maps by name) of a device of this namespace; the caller closes the descriptors."""
-    hook = next((h for h in HOOKS if _program_id(h, ifindex)), None)
-    if hook is None:
+    hook, number = XDP, _program_id(XDP, ifindex)
+    if not number:
+        hook, number = TC, _program_id(TC, ifindex)
+    if not number:
         raise OSError(errno.ENOENT, "no program on the device")
     lib = libbpf()
-    program = checked(lib.bpf_prog_get_fd_by_id(_program_id(hook, ifindex)), "program")
+    program = checked(lib.bpf_prog_get_fd_by_id(number), "program")
     ids = (C.c_uint32 * 64)()
     info = _ProgramInfo(nr_map_ids=64, map_ids=C.addressof(ids))
     size = C.c_uint32(C.sizeof(info))
