@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from dovetail.core.errors import Error
-from dovetail.fabric import emulate, hooks, netns, packets, shapes, tables
-from dovetail.fabric.dataplane import FIRST_IFINDEX, addresses, host_slot, loaded
+from dovetail.fabric import emulate, hooks, kernel, netns, packets, shapes, tables
+from dovetail.fabric.dataplane import FIRST_IFINDEX, addresses, host_slot, loaded, slot_towards
 from dovetail.fabric.hooks import HOOKS, TC
+from dovetail.fabric.runner import bench
 
 from .traffic import sockets, transfer
 
@@ -115,3 +116,32 @@ def test_a_running_fabric_stays_at_its_hook(fabric: emulate.Fabric) -> None:
         emulate.up(RING, name=fabric.name, hook="nic")
     with pytest.raises(Error, match=r"hook tc: expected an MTU of at most 15800 .*, got 20000"):
         emulate.up(shapes.ring(4, mtu=20_000), hook=TC)
+
+
+def test_a_whole_segment_is_charged_to_the_wire_as_the_frames_it_would_be() -> None:
+    ring = shapes.ring(3)
+    slow = 1.0  # byte per second: how long a wire is busy tells the bytes, however slow this machine is
+    links = tuple(emulate.Link(k.a, k.b, slow) for k in ring.links)
+    ring = emulate.Topology(ring.name, ring.switches, links, ring.hosts)
+    charged = []
+    with bench(ring, hook=TC) as b:
+        frame = packets.udp(addresses(0), addresses(1), sport=1, dport=2, payload=bytes(3000))
+        _, inside = b.enter(host_slot(ring, 0), frame)
+        header = b.plane.size.header
+        detour = bytearray(inside)  # as it is on its way from 0 over 2 to 1
+        struct.pack_into("<BB", detour, 14 + 5, 1, 2)
+        struct.pack_into("<HH", detour, 14 + 24, 2, 1)
+        out = slot_towards(ring, 2, 1)
+        for segment in (0, 1000):
+            values = list(b.plane.port(out))
+            values[8] = 0  # the wire is free
+            kernel.update(b.plane.maps["ports"], out, tables.PORT.pack(*values))
+            before = time.monotonic_ns()
+            verdict, _ = b.enter(slot_towards(ring, 2, 0), bytes(detour), segment=segment)
+            assert verdict == kernel.XDP_REDIRECT
+            charged.append(int((b.plane.port(out)[8] - before) / 1e9 * slow))
+    heads = 14 + header + 20 + 32
+    cuts = -(-(len(inside) - heads) // 1000)
+    whole = len(inside)
+    assert cuts == 3 and charged[0] in range(whole, whole + 20)
+    assert charged[1] in range(whole + 2 * heads, whole + 2 * heads + 20)

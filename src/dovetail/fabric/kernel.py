@@ -240,25 +240,33 @@ class Runner:
     def __init__(self, program: int, *, tc: bool = False, room: int = 4096) -> None:
         self._program, self._tc = program, tc
         self._in, self._out = C.create_string_buffer(room), C.create_string_buffer(room)
-        self._context = C.create_string_buffer(40)
+        self._context = C.create_string_buffer(180)
         self._room = room
 
     def __call__(
-        self, packet: bytes, *, ifindex: int | None = None, repeat: int = 1, flags: int = 0, batch: int = 0
+        self,
+        packet: bytes,
+        *,
+        ifindex: int | None = None,
+        repeat: int = 1,
+        flags: int = 0,
+        batch: int = 0,
+        segment: int = 0,
     ) -> tuple[int, bytes, int]:
-        """(verdict, packet afterwards, nanoseconds per run)."""
+        """(verdict, packet afterwards, nanoseconds per run). `segment`: at tc, what it would be cut to, in bytes."""
         C.memmove(self._in, packet, len(packet))
         run = _TestRun(size=C.sizeof(_TestRun), data_in=C.addressof(self._in), size_in=len(packet), repeat=repeat)
         run.flags, run.batch = flags, batch
         if not flags:
             run.data_out, run.size_out = C.addressof(self._out), self._room
         if ifindex is not None:
-            # struct xdp_md: data, data_end, meta, ingress; struct __sk_buff: 36 bytes that must be zero, ingress
-            context = (
-                struct.pack("<36xII", ifindex, 0) if self._tc else struct.pack("<6I", 0, len(packet), 0, ifindex, 0, 0)
-            )
-            C.memmove(self._context, context, len(context))
-            run.ctx_in, run.ctx_size_in = C.addressof(self._context), len(context)
+            if self._tc:  # struct __sk_buff: ingress_ifindex and gso_size; the test runner wants the others to be zero
+                self._context[:180] = struct.pack("<36xI136xI", ifindex, segment)
+                run.ctx_size_in = 180
+            else:  # struct xdp_md: data, data_end, data_meta, ingress_ifindex
+                self._context[:24] = struct.pack("<6I", 0, len(packet), 0, ifindex, 0, 0)
+                run.ctx_size_in = 24
+            run.ctx_in = C.addressof(self._context)
         checked(libbpf().bpf_prog_test_run_opts(self._program, C.byref(run)), "test run")
         verdict = _VERDICT_OF_TC[run.result] if self._tc else run.result
         return verdict, self._out.raw[: run.size_out] if not flags else b"", run.duration

@@ -69,11 +69,11 @@ class Bench:
                 self.plane.set_flag(link_slot(link, end), tables.DRAINED, link in links)
         self.failed = links
 
-    def enter(self, slot: int, packet: bytes) -> tuple[int, bytes]:
+    def enter(self, slot: int, packet: bytes, *, segment: int = 0) -> tuple[int, bytes]:
         """One run of the program, as if the packet came in by `slot`."""
         self._config["first_ifindex"] = (LOOPBACK - slot) & 0xFFFFFFFF
         kernel.update(self.plane.maps[tables.SETTINGS], 0, tables.CONFIG.pack(*self._config.values()))
-        verdict, out, _ = self.run(packet, ifindex=LOOPBACK)
+        verdict, out, _ = self.run(packet, ifindex=LOOPBACK, segment=segment)
         return verdict, out
 
     def send(self, source: int, target: int, *, sport: int = 1000, dport: int = 2000, packet: bytes = b"") -> Outcome:
