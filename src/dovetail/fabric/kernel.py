@@ -261,12 +261,11 @@ class Runner:
             run.data_out, run.size_out = C.addressof(self._out), self._room
         if ifindex is not None:
             if self._tc:  # struct __sk_buff: ingress_ifindex and gso_size; the test runner wants the others to be zero
-                self._context[:180] = struct.pack("<36xI136xI", ifindex, segment)
-                run.ctx_size_in = 180
+                context = struct.pack("<36xI136xI", ifindex, segment)
             else:  # struct xdp_md: data, data_end, data_meta, ingress_ifindex
-                self._context[:24] = struct.pack("<6I", 0, len(packet), 0, ifindex, 0, 0)
-                run.ctx_size_in = 24
-            run.ctx_in = C.addressof(self._context)
+                context = struct.pack("<6I", 0, len(packet), 0, ifindex, 0, 0)
+            C.memmove(self._context, context, len(context))
+            run.ctx_in, run.ctx_size_in = C.addressof(self._context), len(context)
         checked(libbpf().bpf_prog_test_run_opts(self._program, C.byref(run)), "test run")
         verdict = _VERDICT_OF_TC[run.result] if self._tc else run.result
         return verdict, self._out.raw[: run.size_out] if not flags else b"", run.duration
