@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from dovetail.fabric import kernel, shapes
+from dovetail.fabric.hooks import HOOKS
 from dovetail.fabric.runner import Bench, bench
 
 pytestmark = pytest.mark.root
@@ -19,9 +20,9 @@ SOURCE, TARGET = 0, 7
 """The switches of h0 and h15."""
 
 
-@pytest.fixture(scope="module")
-def tree() -> Iterator[Bench]:
-    with bench(TREE) as made:
+@pytest.fixture(scope="module", params=HOOKS)
+def tree(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    with bench(TREE, hook=request.param) as made:
         made.configure(life=LIFE)
         yield made
 

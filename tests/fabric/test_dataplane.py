@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dovetail.fabric import kernel, packets, shapes, tables
 from dovetail.fabric.dataplane import addresses, host_slot, link_slot
+from dovetail.fabric.hooks import HOOKS
 from dovetail.fabric.policy import compile_policy
 from dovetail.fabric.runner import Bench, bench
 from dovetail.fabric.topology import Topology
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.root
 TREE = shapes.fat_tree(4, hosts=2)
 
 
-@pytest.fixture(scope="module")
-def tree() -> Iterator[Bench]:
-    with bench(TREE) as made:
+@pytest.fixture(scope="module", params=HOOKS)
+def tree(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    with bench(TREE, hook=request.param) as made:
         yield made
 
 
@@ -57,22 +58,24 @@ FABRICS = [
 ]
 
 
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("topology", FABRICS, ids=lambda t: t.name)
-def test_every_packet_agrees_with_the_oracle(topology: Topology) -> None:
+def test_every_packet_agrees_with_the_oracle(topology: Topology, hook: str) -> None:
     rng = random.Random(len(topology.links))
     rounds = 40 if len(topology.switches) < 64 else 8
-    with bench(topology) as b:
+    with bench(topology, hook=hook) as b:
         tally = torture(b, rng, rounds=rounds)
     assert tally.faults == []
     assert tally.delivered > tally.packets // 8
 
 
+@pytest.mark.parametrize("hook", HOOKS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**31), st.integers(3, 16), st.integers(0, 14))
-def test_random_fabrics_policies_and_failures(seed: int, size: int, extra: int) -> None:
+def test_random_fabrics_policies_and_failures(hook: str, seed: int, size: int, extra: int) -> None:
     """Whenever a compliant path survives the packet arrives on one; otherwise it is dropped and counted."""
     rng = random.Random(seed)
-    with bench(shapes.random_fabric(rng, size, extra)) as b:
+    with bench(shapes.random_fabric(rng, size, extra), hook=hook) as b:
         tally = torture(b, rng, rounds=6)
         totals = b.plane.totals(b.topology)
     assert tally.faults == []

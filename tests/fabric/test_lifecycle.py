@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.core.errors import Error
-from dovetail.fabric import emulate, kernel, netns, shapes
+from dovetail.fabric import emulate, hooks, kernel, netns, shapes
 
 pytestmark = pytest.mark.root
 TREE = shapes.fat_tree(4, hosts=2)
@@ -163,7 +163,7 @@ def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise Error("no")
 
-    monkeypatch.setattr(kernel, "attach_xdp", broken)
+    monkeypatch.setattr(hooks, "attach", broken)
     with pytest.raises(Error, match="no"):
         emulate.up(TREE, name="broken")
     assert not netns.named("dvf-broken-") and "broken" not in emulate.running()

@@ -37,11 +37,14 @@ def up(
         typer.Option(metavar="policy.yaml", help="Default: the `policy:` of the topology file, or any path."),
     ] = None,
     name: Annotated[str, typer.Option(metavar="NAME", help="Up to 16 of a-z and 0-9.")] = "lab",
+    hook: Annotated[
+        str, typer.Option(metavar="tc|xdp", help="Where the programs sit; at tc segments of 64 KiB stay whole.")
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check topology and policy; build nothing.")] = False,
     json: Json = False,
 ) -> None:
     """Build a fabric. If it is up already, bring its policy to what the file says, without a window in between."""
-    from . import emulate
+    from . import emulate, hooks
     from .dataplane import addresses
     from .policy import compile_policy
     from .topology import from_document, load, read_yaml
@@ -55,6 +58,7 @@ def up(
         plan = from_document(whole, topology)
     if policy:
         document = read_yaml(policy)
+    hooks.chosen(hook, plan.mtu)
     policies = compile_policy(document, plan, policy or topology)
     for warning in policies.warnings:
         typer.echo(f"note: {warning}", err=True)
@@ -62,11 +66,12 @@ def up(
     if dry_run:
         _emit({"topology": plan.name, "policies": len(policies.automata)}, json, f"{plan.name}: {size}; policy holds")
         return
-    fabric = emulate.up(plan, document, name=name)
+    fabric = emulate.up(plan, document, name=name, hook=hook)
     try:
         generation = fabric.plane.config()["generation"]
         hosts = {h.name: addresses(i).v4 for i, h in enumerate(plan.hosts)}
         facts = {"name": name, "topology": plan.name, "generation": generation, "hosts": hosts, "emulated": True}
+        facts["hook"] = fabric.plane.hook
         first = list(hosts.items())[:4]
         shown = ", ".join(f"{h} {a}" for h, a in first) + (", …" if len(hosts) > 4 else "")
         _emit(facts, json, f"{name}: {size} (emulated), tables {generation}", f"hosts: {shown}")
@@ -81,7 +86,7 @@ def status(name: Name = None, json: Json = False) -> None:
 
     fabric = emulate.find(name)
     try:
-        topology = fabric.topology
+        topology, hook = fabric.topology, fabric.plane.hook
         links = {topology.link_name(i): fabric.link_state(i) for i in range(len(topology.links))}
         totals = fabric.plane.totals(topology)
         believed = {
@@ -92,12 +97,13 @@ def status(name: Name = None, json: Json = False) -> None:
         broken = {k: v for k, v in links.items() if v != "up"}
         lines = [
             f"{fabric.name}: {topology.name}, {len(topology.switches)} switches, {len(links)} links, "
-            f"{len(topology.hosts)} hosts (emulated), tables {fabric.plane.config()['generation']}",
+            f"{len(topology.hosts)} hosts (emulated, at {hook}), tables {fabric.plane.config()['generation']}",
             f"links: {len(links) - len(broken)} up" + "".join(f"; {k} {v}" for k, v in broken.items()),
         ]
         lines += [f"{k:>20} {v:,}" for k, v in totals.items() if v]
         lines += [f"{s} heard that {', '.join(b)} failed" for s, b in list(believed.items())[:8]]
-        _emit({"name": fabric.name, "links": links, "counters": totals, "believed": believed}, json, *lines)
+        facts = {"name": fabric.name, "hook": hook, "links": links, "counters": totals, "believed": believed}
+        _emit(facts, json, *lines)
     finally:
         fabric.close()
 

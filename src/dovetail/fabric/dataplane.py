@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from . import kernel, tables
+from . import hooks, kernel, tables
 from .automaton import build
 from .policy import DENY, Policies
 from .topology import Topology
@@ -61,37 +61,44 @@ class DataPlane:
     """Loaded programs and maps. `close` lets go of them; what is attached to a device stays."""
 
     def __init__(
-        self, maps: dict[str, int], programs: dict[str, int], size: tables.Size, owner: kernel.Object | None
+        self,
+        maps: dict[str, int],
+        programs: dict[str, int],
+        size: tables.Size,
+        owner: kernel.Object | None,
+        hook: str,
     ) -> None:
-        self.maps, self.programs, self.size, self._owner = maps, programs, size, owner
+        self.maps, self.programs, self.size, self._owner, self.hook = maps, programs, size, owner, hook
 
     @classmethod
     def load(
         cls,
         size: tables.Size,
         *,
+        hook: str = hooks.XDP,
         source: str = "fabric.bpf.c",
         programs: tuple[str, ...] = (),
         maps: tuple[str, ...] = (),
     ) -> DataPlane:
+        """`hook`: where the switch program will sit; it is compiled for one of them."""
         cpus = kernel.processors()
-        loaded = kernel.Object(
-            kernel.build(source, words=size.words), sizes={"scratches": cpus, "cache": cpus * 4096, "nodes": size.nodes}
-        )
+        path = kernel.build(source, words=size.words, defines=("TC",) if hook == hooks.TC else ())
+        loaded = kernel.Object(path, sizes={"scratches": cpus, "cache": cpus * 4096, "nodes": size.nodes})
         names = (
             tables.SETTINGS, tables.SLOTS, "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses",
             "counts", "wires",
         )  # fmt: skip
         found = {p: loaded.program(p) for p in ("fabric_switch", "adopt", *programs)}
-        plane = cls({name: loaded.map(name) for name in (*names, *maps)}, found, size, loaded)
+        loaded.hold("fabric_switch", "wires")  # heartbeats leave by them, whatever the program itself uses
+        plane = cls({name: loaded.map(name) for name in (*names, *maps)}, found, size, loaded, hook)
         plane.configure(generation=0, first_ifindex=FIRST_IFINDEX)
         return plane
 
     @classmethod
     def found_on(cls, ifindex: int, size: tables.Size) -> DataPlane:
         """The data plane whose switch program sits on a device of this namespace."""
-        program, maps = kernel.maps_of_program(ifindex)
-        return cls(maps, {"fabric_switch": program}, size, None)
+        hook, program, maps = hooks.found(ifindex)
+        return cls(maps, {"fabric_switch": program}, size, None, hook)
 
     def close(self) -> None:
         if self._owner:
@@ -219,9 +226,14 @@ class DataPlane:
 
 @contextlib.contextmanager
 def loaded(
-    size: tables.Size, *, source: str = "fabric.bpf.c", programs: tuple[str, ...] = (), maps: tuple[str, ...] = ()
+    size: tables.Size,
+    *,
+    hook: str = hooks.XDP,
+    source: str = "fabric.bpf.c",
+    programs: tuple[str, ...] = (),
+    maps: tuple[str, ...] = (),
 ) -> Iterator[DataPlane]:
-    plane = DataPlane.load(size, source=source, programs=programs, maps=maps)
+    plane = DataPlane.load(size, hook=hook, source=source, programs=programs, maps=maps)
     try:
         yield plane
     finally:

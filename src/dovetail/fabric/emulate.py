@@ -1,8 +1,9 @@
 """Emulation: a fabric of network namespaces on one machine, with real packets.
 
-A switch is a namespace with the switch program on each of its ports, a host is a namespace with one device, a link is a
-veth pair. Everything a fabric needs lives in the kernel, held by its namespaces: there is no daemon, commands find a
-running fabric by its namespaces, and removing them removes it. A small file in RUN says what was asked for.
+A switch is a namespace with the switch program on each of its ports (at tc, or at XDP as on physical ports), a host is
+a namespace with one device, a link is a veth pair. Everything a fabric needs lives in the kernel, held by its
+namespaces: there is no daemon, commands find a running fabric by its namespaces, and removing them removes it. A small
+file in RUN says what was asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from dovetail.core.errors import Error
 from dovetail.core.store import write_text
 
-from . import kernel, netns, tables
+from . import hooks, kernel, netns, tables
 from .dataplane import FIRST_IFINDEX, DataPlane, addresses, host_slot, link_slot
 from .policy import Policies, compile_policy
 from .topology import Host, Link, Topology
@@ -132,8 +133,13 @@ class Fabric:
         return subprocess.Popen(["ip", "netns", "exec", self.names.host(host), *command], **options)
 
 
-def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str = "lab") -> Fabric:
-    """Builds a fabric, or finds the one of this name and brings it to this policy; nothing is left if it fails."""
+def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str = "lab", hook: str = "") -> Fabric:
+    """Builds a fabric, or finds the one of this name and brings it to this policy; nothing is left if it fails.
+
+    `hook`: where its programs sit. At "tc", the default of a new one, segments of 64 KiB cross it whole; at "xdp"
+    frames are as on a wire.
+    """
+    wanted = hooks.chosen(hook, topology.mtu)
     if why := kernel.missing():
         raise Error(why)
     _check_name(name)
@@ -145,6 +151,10 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
         if running.topology != topology:
             running.close()
             raise Error(f"fabric {name!r} is up with another topology: `dovetail fabric down --name {name}` first")
+        if hook and running.plane.hook != hook:
+            there = running.plane.hook
+            running.close()
+            raise Error(f"fabric {name!r} is up at hook {there}: `dovetail fabric down --name {name}` first")
         running.use(document)
         return running
     if known:
@@ -155,7 +165,7 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
             )
         down(name)  # what an interrupted `up` left behind
     names = Names(name, f"{name}-{os.getpid()}")
-    plane = DataPlane.load(tables.size_for(topology))
+    plane = DataPlane.load(tables.size_for(topology), hook=wanted)
     try:
         _remember(names, topology, document, "building")
         _build(names, topology, plane)
@@ -200,6 +210,8 @@ def _build(names: Names, topology: Topology, plane: DataPlane | None, *, mtu: in
             netns.set_up("lo", True)
             for slot in ports[s]:
                 netns.set_up(device(slot), True)
+                if plane and plane.hook == hooks.TC and slot < 2 * len(topology.links):
+                    netns.offload(device(slot), gro=True)  # lets it take heartbeats, which are redirected frames
     for h, host in enumerate(topology.hosts):
         with netns.inside(names.host(h)):
             netns.sysctl("ipv6/conf/default/accept_dad", "0")
@@ -211,15 +223,17 @@ def _build(names: Names, topology: Topology, plane: DataPlane | None, *, mtu: in
             if plane:
                 me = addresses(h)
                 netns.add_addresses(HOST_DEVICE, me.v4, me.v6, 8, 64)
-            # Frames pass between namespaces as bare bytes: a checksum left to the device would never be filled in, and
-            # a frame longer than the MTU never cut. GRO on (while up) lets the device take redirected frames.
-            netns.offload(HOST_DEVICE, tx=False, tso=False, gso=True, gro=True)
+            if not plane or plane.hook == hooks.XDP:
+                # Frames pass between namespaces as bare bytes: a checksum left to the device would never be filled in,
+                # and a frame longer than the MTU never cut. GRO on (while up) lets a device take redirected frames.
+                netns.offload(HOST_DEVICE, tx=False, tso=False, gso=True, gro=True)
         if host.rate:
-            _shape(names.host(h), HOST_DEVICE, host.rate)
+            shape(names.host(h), HOST_DEVICE, host.rate, topology.mtu)
 
 
-def _shape(where: str, what: str, rate: float) -> None:
-    burst = max(16_000, int(rate / 250))
+def shape(where: str, what: str, rate: float, mtu: int) -> None:
+    """What leaves by a device leaves at `rate` bytes per second."""
+    burst = max(16_000, mtu + 100, int(rate / 250))
     command = ["tc", "-n", where, "qdisc", "replace", "dev", what, "root", "tbf", "rate", f"{int(rate * 8)}bit"]
     done = subprocess.run(
         [*command, "burst", str(burst), "latency", "20ms"], capture_output=True, text=True, check=False
@@ -250,7 +264,7 @@ def _attach(names: Names, topology: Topology, plane: DataPlane) -> None:
     for s, slots in enumerate(ports):
         with netns.inside(names.switch(s)):
             for slot in slots:
-                kernel.attach_xdp(FIRST_IFINDEX + slot, plane.programs["fabric_switch"])
+                hooks.attach(plane.hook, FIRST_IFINDEX + slot, plane.programs["fabric_switch"])
                 learn(bytes(64), ifindex=FIRST_IFINDEX + slot)
 
 
@@ -317,9 +331,11 @@ def down(name: str) -> int:
 
 
 @contextlib.contextmanager
-def temporary(topology: Topology, document: dict[str, Any] | None = None, *, name: str = "") -> Iterator[Fabric]:
+def temporary(
+    topology: Topology, document: dict[str, Any] | None = None, *, name: str = "", hook: str = ""
+) -> Iterator[Fabric]:
     """A fabric for the duration of a block."""
-    made = up(topology, document, name=name or f"t{os.getpid()}x{time.monotonic_ns() % 10**6}"[:16])
+    made = up(topology, document, name=name or f"t{os.getpid()}x{time.monotonic_ns() % 10**6}"[:16], hook=hook)
     try:
         yield made
     finally:

@@ -1,9 +1,8 @@
-"""A thin layer over libbpf: compile, load, maps, the test runner, attaching XDP programs."""
+"""A thin layer over libbpf: compile, load, maps, the test runner."""
 
 from __future__ import annotations
 
 import ctypes as C
-import errno
 import hashlib
 import os
 import platform
@@ -25,13 +24,13 @@ PACKAGES = ("clang", "llvm", "libbpf-dev", "libbpf1", "iproute2", "ethtool", "ip
 """Debian packages the fabric needs. The baselines also want BASELINE_PACKAGES."""
 BASELINE_PACKAGES = ("frr",)
 XDP_DROP, XDP_PASS, XDP_REDIRECT = 1, 2, 4
+_VERDICT_OF_TC = {2: XDP_DROP, 0: XDP_PASS, 7: XDP_REDIRECT}
 LIVE_FRAMES = 2
 SHAREABLE = (
     ".data.config", ".data.slots", "graphs", "policies", "nodes", "ports", "hosts", "classes", "pauses", "counts",
     "wires", "scratches", "cache",
 )  # fmt: skip
 """The maps of bpf/maps.h."""
-_DRIVER_MODE = 4
 _P = C.c_void_p
 
 
@@ -44,25 +43,8 @@ class _TestRun(C.Structure):
     )  # fmt: skip
 
 
-class _ProgramInfo(C.Structure):
-    """The first fields of struct bpf_prog_info, up to the ids of its maps."""
-
-    _fields_ = (
-        ("type", C.c_uint32), ("id", C.c_uint32), ("tag", C.c_uint8 * 8), ("jited_len", C.c_uint32),
-        ("xlated_len", C.c_uint32), ("jited", C.c_uint64), ("xlated", C.c_uint64), ("load_time", C.c_uint64),
-        ("uid", C.c_uint32), ("nr_map_ids", C.c_uint32), ("map_ids", C.c_uint64), ("name", C.c_char * 16),
-    )  # fmt: skip
-
-
-class _MapInfo(C.Structure):
-    _fields_ = (
-        ("type", C.c_uint32), ("id", C.c_uint32), ("key_size", C.c_uint32), ("value_size", C.c_uint32),
-        ("max_entries", C.c_uint32), ("flags", C.c_uint32), ("name", C.c_char * 16),
-    )  # fmt: skip
-
-
 @cache
-def _lib() -> Any:
+def libbpf() -> Any:
     try:
         lib = C.CDLL("libbpf.so.1", use_errno=True)
     except OSError:
@@ -91,7 +73,7 @@ def _message(level: int, form: bytes, arguments: int) -> int:
 _keep_message = C.CFUNCTYPE(C.c_int, C.c_int, C.c_char_p, _P)(_message)
 
 
-def _checked(result: int, what: str) -> int:
+def checked(result: int, what: str) -> int:
     if result < 0:
         code = C.get_errno() or -result
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -110,7 +92,7 @@ def missing() -> str:
         if shutil.which(tool) is None:
             return f"the fabric needs {tool}: apt-get install {' '.join(PACKAGES)}"
     try:
-        _lib()
+        libbpf()
     except Error as e:
         return str(e)
     return ""
@@ -167,7 +149,7 @@ class Object:
         self, path: Path, *, sizes: dict[str, int] | None = None, shared: dict[str, int] | None = None
     ) -> None:
         """`sizes` of maps by name; maps in `shared` are those of another object, what it does not share is not made."""
-        lib = _lib()
+        lib = libbpf()
         lib.libbpf_set_print(_keep_message)
         _log.clear()
         self._maps: dict[str, int] = {}
@@ -176,7 +158,7 @@ class Object:
             raise Error(f"{path.name}: cannot be opened by libbpf")
         for name, size in (sizes or {}).items():
             found = lib.bpf_object__find_map_by_name(_P(self._object), name.encode())
-            _checked(lib.bpf_map__set_max_entries(_P(found), size), name)
+            checked(lib.bpf_map__set_max_entries(_P(found), size), name)
         if shared is not None:
             self._share(shared)
         if lib.bpf_object__load(_P(self._object)) < 0:
@@ -185,77 +167,59 @@ class Object:
             raise Error(f"{path.name}: the kernel refuses to load it: {why.splitlines()[-1]}")
 
     def _share(self, shared: dict[str, int]) -> None:
-        lib = _lib()
+        lib = libbpf()
         here = lib.bpf_object__next_map(_P(self._object), None)
         while here:
             name = lib.bpf_map__name(_P(here)).decode()
             if name in shared:
-                _checked(lib.bpf_map__reuse_fd(_P(here), shared[name]), name)
+                checked(lib.bpf_map__reuse_fd(_P(here), shared[name]), name)
             elif name in SHAREABLE:
-                _checked(lib.bpf_map__set_autocreate(_P(here), False), name)
+                checked(lib.bpf_map__set_autocreate(_P(here), False), name)
             here = lib.bpf_object__next_map(_P(self._object), _P(here))
 
     def map(self, name: str) -> int:
         if name not in self._maps:
-            found = _lib().bpf_object__find_map_by_name(_P(self._object), name.encode())
+            found = libbpf().bpf_object__find_map_by_name(_P(self._object), name.encode())
             assert found, name
-            self._maps[name] = _lib().bpf_map__fd(_P(found))
+            self._maps[name] = libbpf().bpf_map__fd(_P(found))
         return self._maps[name]
 
+    def hold(self, program: str, name: str) -> None:
+        """Lets a map live as long as a program that does not use it itself."""
+        checked(libbpf().bpf_prog_bind_map(self.program(program), self.map(name), None), name)
+
     def program(self, name: str) -> int:
-        found = _lib().bpf_object__find_program_by_name(_P(self._object), name.encode())
+        found = libbpf().bpf_object__find_program_by_name(_P(self._object), name.encode())
         assert found, name
-        return int(_lib().bpf_program__fd(_P(found)))
+        return int(libbpf().bpf_program__fd(_P(found)))
 
     def close(self) -> None:
         if self._object:
-            _lib().bpf_object__close(_P(self._object))
+            libbpf().bpf_object__close(_P(self._object))
             self._object = None
-
-
-def maps_of_program(ifindex: int) -> tuple[int, dict[str, int]]:
-    """Descriptors of the XDP program on a device of this namespace and of its maps, by name; the caller closes them."""
-    lib = _lib()
-    number = C.c_uint32()
-    _checked(lib.bpf_xdp_query_id(ifindex, 0, C.byref(number)), "query")
-    if not number.value:
-        raise OSError(errno.ENOENT, "no program on the device")
-    program = _checked(lib.bpf_prog_get_fd_by_id(number.value), "program")
-    ids = (C.c_uint32 * 64)()
-    info = _ProgramInfo(nr_map_ids=64, map_ids=C.addressof(ids))
-    size = C.c_uint32(C.sizeof(info))
-    _checked(lib.bpf_obj_get_info_by_fd(program, C.byref(info), C.byref(size)), "program info")
-    maps = {}
-    for i in range(info.nr_map_ids):
-        fd = _checked(lib.bpf_map_get_fd_by_id(ids[i]), "map")
-        described = _MapInfo()
-        size = C.c_uint32(C.sizeof(described))
-        _checked(lib.bpf_obj_get_info_by_fd(fd, C.byref(described), C.byref(size)), "map info")
-        maps[described.name.decode()] = fd
-    return program, maps
 
 
 def update(fd: int, key: bytes | int, value: bytes) -> None:
     raw = struct.pack("<I", key) if isinstance(key, int) else key
-    _checked(_lib().bpf_map_update_elem(fd, raw, value, C.c_ulonglong(0)), "map update")
+    checked(libbpf().bpf_map_update_elem(fd, raw, value, C.c_ulonglong(0)), "map update")
 
 
 def lookup(fd: int, key: bytes | int, size: int) -> bytes:
     raw = struct.pack("<I", key) if isinstance(key, int) else key
     value = C.create_string_buffer(size)
-    _checked(_lib().bpf_map_lookup_elem(fd, raw, value), "map lookup")
+    checked(libbpf().bpf_map_lookup_elem(fd, raw, value), "map lookup")
     return value.raw
 
 
 def delete(fd: int, key: bytes) -> None:
-    _lib().bpf_map_delete_elem(fd, key)
+    libbpf().bpf_map_delete_elem(fd, key)
 
 
 def keys(fd: int, size: int) -> list[bytes]:
     found: list[bytes] = []
     here: bytes | None = None
     after = C.create_string_buffer(size)
-    while _lib().bpf_map_get_next_key(fd, here, after) == 0:
+    while libbpf().bpf_map_get_next_key(fd, here, after) == 0:
         here = after.raw
         found.append(here)
     return found
@@ -264,34 +228,44 @@ def keys(fd: int, size: int) -> list[bytes]:
 @cache
 def processors() -> int:
     """Processors the kernel may ever have: per-processor maps have a value for each."""
-    return _lib().libbpf_num_possible_cpus()  # type: ignore[no-any-return]
+    return libbpf().libbpf_num_possible_cpus()  # type: ignore[no-any-return]
 
 
 class Runner:
-    """The kernel's test runner for one program: give it a packet, see what comes out. Buffers are kept between runs."""
+    """The kernel's test runner for one program: give it a packet, see what comes out. Buffers are kept between runs.
 
-    def __init__(self, program: int, *, room: int = 4096) -> None:
-        self._program = program
+    `tc`: the program is one for tc and not for XDP; what it says is told in XDP's words.
+    """
+
+    def __init__(self, program: int, *, tc: bool = False, room: int = 4096) -> None:
+        self._program, self._tc = program, tc
         self._in, self._out = C.create_string_buffer(room), C.create_string_buffer(room)
-        self._context = C.create_string_buffer(24)
+        self._context = C.create_string_buffer(180)
         self._room = room
 
     def __call__(
-        self, packet: bytes, *, ifindex: int | None = None, repeat: int = 1, flags: int = 0, batch: int = 0
+        self,
+        packet: bytes,
+        *,
+        ifindex: int | None = None,
+        repeat: int = 1,
+        flags: int = 0,
+        batch: int = 0,
+        segment: int = 0,
     ) -> tuple[int, bytes, int]:
-        """(verdict, packet afterwards, nanoseconds per run)."""
+        """(verdict, packet afterwards, nanoseconds per run). `segment`: at tc, what it would be cut to, in bytes."""
         C.memmove(self._in, packet, len(packet))
         run = _TestRun(size=C.sizeof(_TestRun), data_in=C.addressof(self._in), size_in=len(packet), repeat=repeat)
         run.flags, run.batch = flags, batch
         if not flags:
             run.data_out, run.size_out = C.addressof(self._out), self._room
         if ifindex is not None:
-            C.memmove(self._context, struct.pack("<6I", 0, len(packet), 0, ifindex, 0, 0), 24)
-            run.ctx_in, run.ctx_size_in = C.addressof(self._context), 24
-        _checked(_lib().bpf_prog_test_run_opts(self._program, C.byref(run)), "test run")
-        return run.result, self._out.raw[: run.size_out] if not flags else b"", run.duration
-
-
-def attach_xdp(ifindex: int, program: int) -> None:
-    """Puts a program on a device of this namespace; replaces an earlier one without a gap. −1 takes it off."""
-    _checked(_lib().bpf_xdp_attach(ifindex, program, _DRIVER_MODE, None), f"attach to device {ifindex}")
+            if self._tc:  # struct __sk_buff: ingress_ifindex and gso_size; the test runner wants the others to be zero
+                context = struct.pack("<36xI136xI", ifindex, segment)
+            else:  # struct xdp_md: data, data_end, data_meta, ingress_ifindex
+                context = struct.pack("<6I", 0, len(packet), 0, ifindex, 0, 0)
+            C.memmove(self._context, context, len(context))
+            run.ctx_in, run.ctx_size_in = C.addressof(self._context), len(context)
+        checked(libbpf().bpf_prog_test_run_opts(self._program, C.byref(run)), "test run")
+        verdict = _VERDICT_OF_TC[run.result] if self._tc else run.result
+        return verdict, self._out.raw[: run.size_out] if not flags else b"", run.duration

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import kernel, netns
+from . import hooks, kernel, netns
 from .dataplane import FIRST_IFINDEX, addresses, host_slot, link_slot, slot_towards
-from .emulate import HOST_DEVICE, RUN, Names, _build, _shape, device, down, ports_of
+from .emulate import HOST_DEVICE, RUN, Names, _build, device, down, ports_of, shape
 from .extra import nx
 from .topology import Topology
 
@@ -53,10 +53,11 @@ class Routed:
         """For each switch: host → neighbours."""
         self._drop: kernel.Object | None = None
 
-    def build(self, *, superframes: bool = False) -> None:
+    def build(self, *, superframes: bool = True) -> None:
         """Routers and hosts without routes; a link with a rate is shaped at both ends.
 
-        `superframes`: frames of 64 KiB and no checksums between namespaces, as veth does by default and no wire can.
+        `superframes`: frames of 64 KiB and no checksums between namespaces, as veth does by default, and ours at tc;
+        without, all is cut to the MTU as on a wire.
         """
         topology, names = self.topology, self.names
         _build(names, topology, None)
@@ -90,7 +91,7 @@ class Routed:
         for s, slots in enumerate(ports_of(topology)):
             for slot in slots:
                 if rates[slot]:
-                    _shape(names.switch(s), device(slot), rates[slot])
+                    shape(names.switch(s), device(slot), rates[slot], topology.mtu)
         for h in range(len(topology.hosts)):
             with netns.inside(names.host(h)):
                 netns.batch(
@@ -163,13 +164,13 @@ class Routed:
         self._drop = self._drop or kernel.Object(kernel.build("drop.bpf.c", words=1))
         for where, slot in self._ends(link):
             with netns.inside(where):
-                kernel.attach_xdp(FIRST_IFINDEX + slot, self._drop.program("drop_all"))
+                hooks.attach(hooks.XDP, FIRST_IFINDEX + slot, self._drop.program("drop_all"))
 
     def heal(self, link: int) -> None:
         for where, slot in self._ends(link):
             with netns.inside(where):
                 if self._drop:
-                    kernel.attach_xdp(FIRST_IFINDEX + slot, -1)
+                    hooks.detach_xdp(FIRST_IFINDEX + slot)
                 netns.set_up(device(slot), True)
 
     def path(self, source: int, target: int, sport: int, dport: int) -> tuple[int, ...]:
@@ -257,7 +258,7 @@ class Controller(threading.Thread):
 
 
 @contextlib.contextmanager
-def routed(topology: Topology, *, superframes: bool = False, push: bool = True) -> Iterator[Routed]:
+def routed(topology: Topology, *, superframes: bool = True, push: bool = True) -> Iterator[Routed]:
     """A fabric of routers for the duration of a block, all shortest paths in its tables."""
     name = f"r{os.getpid()}x{time.monotonic_ns() % 10**6}"[:16]
     made = Routed(Names(name, f"{name}-{os.getpid()}"), topology)

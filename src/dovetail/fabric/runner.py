@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from . import kernel, tables
+from . import hooks, kernel, tables
 from .dataplane import DataPlane, addresses, host_slot, link_slot, loaded, slot_towards
 from .packets import udp
 from .policy import Policies, assemble
@@ -44,7 +44,7 @@ class Bench:
 
     def __init__(self, plane: DataPlane, topology: Topology, policies: Policies) -> None:
         self.plane, self.topology = plane, topology
-        self.run = kernel.Runner(plane.programs["fabric_switch"])
+        self.run = kernel.Runner(plane.programs["fabric_switch"], tc=plane.hook == hooks.TC)
         plane.install_ports(topology)
         for slot in range(2 * len(topology.links) + len(topology.hosts)):
             kernel.update(plane.maps["wires"], slot, struct.pack("<I", LOOPBACK))
@@ -69,11 +69,11 @@ class Bench:
                 self.plane.set_flag(link_slot(link, end), tables.DRAINED, link in links)
         self.failed = links
 
-    def enter(self, slot: int, packet: bytes) -> tuple[int, bytes]:
+    def enter(self, slot: int, packet: bytes, *, segment: int = 0) -> tuple[int, bytes]:
         """One run of the program, as if the packet came in by `slot`."""
         self._config["first_ifindex"] = (LOOPBACK - slot) & 0xFFFFFFFF
         kernel.update(self.plane.maps[tables.SETTINGS], 0, tables.CONFIG.pack(*self._config.values()))
-        verdict, out, _ = self.run(packet, ifindex=LOOPBACK)
+        verdict, out, _ = self.run(packet, ifindex=LOOPBACK, segment=segment)
         return verdict, out
 
     def send(self, source: int, target: int, *, sport: int = 1000, dport: int = 2000, packet: bytes = b"") -> Outcome:
@@ -103,6 +103,6 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(topology: Topology, policies: Policies | None = None, *, source: str = "fabric.bpf.c") -> Iterator[Bench]:
-    with loaded(tables.size_for(topology), source=source) as plane:
+def bench(topology: Topology, policies: Policies | None = None, *, hook: str = hooks.XDP) -> Iterator[Bench]:
+    with loaded(tables.size_for(topology), hook=hook) as plane:
         yield Bench(plane, topology, policies or assemble(topology, []))

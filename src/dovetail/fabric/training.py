@@ -13,7 +13,6 @@ import select
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dovetail.core.errors import Error
+from dovetail.core.scratch import scratch
 
 from .dataplane import addresses
 from .loss import Runs
@@ -96,7 +96,7 @@ def run(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     source = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (source, environment.get("PYTHONPATH", "")) if p)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with scratch("fabric") as folder, contextlib.ExitStack() as stack:
         ranks: list[subprocess.Popen[Any]] = []
         logs: list[IO[bytes]] = []
         try:
@@ -104,7 +104,7 @@ def run(
                 command = [sys.executable, "-m", "dovetail.fabric.worker", mode, "--rank", str(rank)]
                 command += ["--world", str(len(hosts)), "--steps", str(steps), "--width", str(width)]
                 command += ["--master", addresses(hosts[0]).v4, "--port", str(port)]
-                log = stack.enter_context(Path(folder, f"{rank}.log").open("w+b"))
+                log = stack.enter_context((folder / f"{rank}.log").open("w+b"))
                 logs.append(log)
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 ranks.append(fabric.run(host, command, stdout=out, stderr=log, env=environment, cwd=folder))

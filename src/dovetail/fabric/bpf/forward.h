@@ -2,32 +2,28 @@
 /* What a switch does with a frame: take it from a host, pass it on, hand it to a host. */
 #pragma once
 #include "classify.h"
+#include "frame.h"
 #include "route.h"
 
-#define DROP(why)                 \
-	do {                      \
-		count(self, why); \
-		return XDP_DROP;  \
+#define DROP(why)                  \
+	do {                       \
+		count(self, why);  \
+		return FRAME_DROP; \
 	} while (0)
 
-/* Addresses of the Ethernet header, kept while the head of the frame moves. */
-struct addresses {
-	__u64 first;
-	__u32 last;
-};
+#define MOST_READ (sizeof(struct ipv6hdr) + 4) /* of a host's packet: addresses and ports */
 
-static __always_inline int leave(struct xdp_md *ctx, __u32 self, __u32 slot)
+static __always_inline int leave(frame *ctx, __u32 self, __u32 slot, struct port *port, __u32 inner_at)
 {
-	struct port *port = bpf_map_lookup_elem(&ports, &slot);
-	if (port && port->picoseconds && !wire_takes(port, bpf_xdp_get_buff_len(ctx)))
+	if (port && port->picoseconds && !wire_takes(port, wire_bytes(ctx, inner_at)))
 		DROP(DROP_QUEUE);
-	return bpf_redirect_map(&wires, slot, XDP_DROP);
+	return send_out(ctx, slot);
 }
 
 /* A probe is signed by every switch it visits. */
-static __always_inline int sign(struct xdp_md *ctx, __u32 self)
+static __always_inline int sign(frame *ctx, __u32 self)
 {
-	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	void *data = START(ctx), *end = END(ctx);
 	struct record *record = data + sizeof(struct ethhdr) + sizeof(struct fabric_header);
 	if ((void *)(record + 1) > end)
 		return 0;
@@ -42,9 +38,9 @@ static __always_inline int sign(struct xdp_md *ctx, __u32 self)
 	return 1;
 }
 
-static __always_inline int deliver(struct xdp_md *ctx, __u32 self)
+static __always_inline int deliver(frame *ctx, __u32 self)
 {
-	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	void *data = START(ctx), *end = END(ctx);
 	struct fabric_header *h = data + sizeof(struct ethhdr);
 	if ((void *)(h + 1) > end)
 		DROP(DROP_MALFORMED);
@@ -57,31 +53,27 @@ static __always_inline int deliver(struct xdp_md *ctx, __u32 self)
 	}
 	__u32 slot = h->port;
 	__be16 inner = h->inner;
-	struct addresses mac = { *(__u64 *)data, *(__u32 *)(data + 8) };
-	if (bpf_xdp_adjust_head(ctx, sizeof(struct fabric_header)))
+	if (shrink(ctx))
 		DROP(DROP_MALFORMED);
-	data = (void *)(long)ctx->data;
-	end = (void *)(long)ctx->data_end;
+	data = START(ctx);
+	end = END(ctx);
 	if (data + sizeof(struct ethhdr) > end)
 		DROP(DROP_MALFORMED);
-	*(__u64 *)data = mac.first;
-	*(__u32 *)(data + 8) = mac.last;
 	((struct ethhdr *)data)->h_proto = inner;
 	count(self, DELIVERED);
-	return leave(ctx, self, slot);
+	return leave(ctx, self, slot, bpf_map_lookup_elem(&ports, &slot), sizeof(struct ethhdr));
 }
 
 /* No path from here. The packet's body is dropped; its header goes back to its first switch, to tell it. */
-static __always_inline int give_notice(struct xdp_md *ctx, __u32 self, struct scratch *s)
+static __always_inline int give_notice(frame *ctx, __u32 self, struct scratch *s)
 {
 	count(self, DROP_NO_PATH);
 	struct fabric_header *h = &s->h;
 	if (h->kind != DATA || h->source == self)
-		return XDP_DROP;
-	__u32 slot, target = h->target, length = bpf_xdp_get_buff_len(ctx);
-	__u32 keep = sizeof(struct ethhdr) + sizeof(struct fabric_header);
-	if (length > keep && bpf_xdp_adjust_tail(ctx, (int)keep - (int)length))
-		return XDP_DROP;
+		return FRAME_DROP;
+	__u32 slot, target = h->target;
+	if (cut_body(ctx))
+		return FRAME_DROP;
 	h->kind = NOTICE;
 	h->flags = CERTAIN | (h->flags & FAILURES);
 	h->port = h->policy;
@@ -92,17 +84,17 @@ static __always_inline int give_notice(struct xdp_md *ctx, __u32 self, struct sc
 	h->source = target;
 	int went = route(self);
 	if (went < 0)
-		return XDP_DROP;
+		return FRAME_DROP;
 	slot = went;
-	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	void *data = START(ctx), *end = END(ctx);
 	struct fabric_header *out = data + sizeof(struct ethhdr);
 	if ((void *)(out + 1) > end)
-		return XDP_DROP;
+		return FRAME_DROP;
 	h->hop = 1;
 	h->hops_left--;
 	*out = *h;
 	count(self, NOTICED);
-	return bpf_redirect_map(&wires, slot, XDP_DROP);
+	return send_out(ctx, slot);
 }
 
 /* A notice has come home: believe it; if nothing is left to try, let the class rest for a while. */
@@ -110,16 +102,16 @@ static __always_inline int take_notice(const struct config *config, __u32 self, 
 {
 	struct node *node = bpf_map_lookup_elem(&nodes, &self);
 	if (!node)
-		return XDP_DROP;
+		return FRAME_DROP;
 	learn(self);
 	s->h.policy = s->h.port & (POLICIES - 1);
 	s->h.target = s->h.source;
 	struct policy *p = policy_of(&s->h);
 	if (!p)
-		return XDP_DROP;
+		return FRAME_DROP;
 	__u32 state = p->step[BOUND(p->start, STATES)][BOUND(self, NODES)];
 	if (state >= STATES)
-		return XDP_DROP;
+		return FRAME_DROP;
 	s->h.state = state;
 	s->h.hops_left = p->max_hops;
 	s->h.flags |= CERTAIN;
@@ -129,17 +121,18 @@ static __always_inline int take_notice(const struct config *config, __u32 self, 
 		node->paused_until = until;
 		bpf_map_update_elem(&pauses, &key, &until, BPF_ANY);
 	}
-	return XDP_DROP;
+	return FRAME_DROP;
 }
 
 /* The packet's header is in the scratch and in need of a path. */
-static __always_inline int find_way(struct xdp_md *ctx, __u32 self, struct scratch *s, struct cached *keep, __u64 key)
+static __always_inline int find_way(frame *ctx, __u32 self, struct scratch *s, struct cached *keep, __u64 key)
 {
+	__u32 slot;
 	count(self, SEARCHED);
 	int went = route(self);
 	if (went == NO_PATH)
 		return give_notice(ctx, self, s);
-	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	void *data = START(ctx), *end = END(ctx);
 	struct fabric_header *out = data + sizeof(struct ethhdr);
 	if ((void *)(out + 1) > end)
 		DROP(DROP_MALFORMED);
@@ -161,12 +154,13 @@ static __always_inline int find_way(struct xdp_md *ctx, __u32 self, struct scrat
 	s->h.hop = 1;
 	s->h.hops_left--;
 	*out = s->h;
-	return leave(ctx, self, went);
+	slot = went;
+	return leave(ctx, self, slot, bpf_map_lookup_elem(&ports, &slot), INNER_AT);
 }
 
-static __always_inline int from_switch(struct xdp_md *ctx, struct config *config, struct port *in)
+static __always_inline int from_switch(frame *ctx, struct config *config, struct port *in)
 {
-	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	void *data = START(ctx), *end = END(ctx);
 	struct ethhdr *eth = data;
 	struct fabric_header *h = (void *)(eth + 1);
 	__u32 self = in->node;
@@ -180,7 +174,7 @@ static __always_inline int from_switch(struct xdp_md *ctx, struct config *config
 			in->unheard = !(h->flags & HEARD);
 	}
 	if (h->kind == HEARTBEAT)
-		return XDP_DROP;
+		return FRAME_DROP;
 	struct policy *p = policy_of(h);
 	if (!p || (__u8)p->generation != h->generation)
 		DROP(DROP_STALE);
@@ -194,7 +188,7 @@ static __always_inline int from_switch(struct xdp_md *ctx, struct config *config
 	if (hop < h->length && hop < CARRIED) {
 		__u16 *entry = &h->path[hop]; /* the verifier wants its bounds seen once more */
 		if ((void *)(entry + 1) > end)
-			return XDP_DROP;
+			return FRAME_DROP;
 		if (!h->hops_left)
 			DROP(DROP_HOPS);
 		__u32 slot = slot_towards(self, *entry);
@@ -203,14 +197,12 @@ static __always_inline int from_switch(struct xdp_md *ctx, struct config *config
 			h->hop = hop + 1;
 			h->hops_left--;
 			count(self, TRANSIT);
-			if (out->picoseconds && !wire_takes(out, bpf_xdp_get_buff_len(ctx)))
-				DROP(DROP_QUEUE);
-			return bpf_redirect_map(&wires, slot, XDP_DROP);
+			return leave(ctx, self, slot, out, INNER_AT);
 		}
 	}
 	struct scratch *s = my_scratch();
 	if (!s)
-		return XDP_DROP;
+		return FRAME_DROP;
 	if (hop >= h->length) {
 		if (h->target == self) {
 			if (h->kind == NOTICE) {
@@ -230,24 +222,31 @@ static __always_inline int from_switch(struct xdp_md *ctx, struct config *config
 	return find_way(ctx, self, s, 0, 0);
 }
 
-static __always_inline int from_host(struct xdp_md *ctx, struct config *config, struct port *in, __u32 in_slot)
+static __always_inline int from_host(frame *ctx, struct config *config, struct port *in, __u32 in_slot)
 {
-	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	void *data = START(ctx), *end = END(ctx);
 	struct ethhdr *eth = data;
 	/* Read once: tables that come into force meanwhile are for the next packet. */
 	__u32 self = in->node, generation = *(volatile __u32 *)&config->generation, side = generation & 1;
 	void *l3 = eth + 1;
 	if (l3 > end)
-		return XDP_DROP;
+		return FRAME_DROP;
 	__be16 protocol = eth->h_proto;
 	__u8 flags = 0;
+	if (is_tagged(ctx))
+		DROP(DROP_OTHER);
 	if (protocol == bpf_htons(ETH_P_ARP)) {
 		if (!answer_arp(data, end, side))
 			DROP(DROP_UNKNOWN_HOST);
 		count(self, ANSWERED);
-		return bpf_redirect_map(&wires, in_slot, XDP_DROP);
+		return send_out(ctx, in_slot);
 	}
 	if (protocol == bpf_htons(ETH_PROBE)) {
+		reach(ctx, sizeof(struct ethhdr) + sizeof(struct record) + MOST_READ);
+		data = START(ctx);
+		end = END(ctx);
+		eth = data;
+		l3 = eth + 1;
 		struct record *record = l3;
 		if ((void *)(record + 1) > end)
 			DROP(DROP_MALFORMED);
@@ -260,7 +259,7 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 			if (ip->nexthdr != IPPROTO_ICMPV6 || !answer_solicitation(data, end, side))
 				DROP(DROP_OTHER);
 			count(self, ANSWERED);
-			return bpf_redirect_map(&wires, in_slot, XDP_DROP);
+			return send_out(ctx, in_slot);
 		}
 	}
 	struct traffic t;
@@ -269,7 +268,7 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 	if (!t.to && protocol == bpf_htons(ETH_P_IPV6)) { /* a solicitation may be sent to the host itself */
 		if (answer_solicitation(data, end, side)) {
 			count(self, ANSWERED);
-			return bpf_redirect_map(&wires, in_slot, XDP_DROP);
+			return send_out(ctx, in_slot);
 		}
 	}
 	if (!t.from || !t.to)
@@ -283,7 +282,7 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 	__u32 me = self;
 	struct node *node = bpf_map_lookup_elem(&nodes, &me);
 	if (!s || !node)
-		return XDP_DROP;
+		return FRAME_DROP;
 	struct fabric_header *h = &s->h;
 	h->kind = DATA;
 	h->flags = flags;
@@ -310,15 +309,12 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 			DROP(DROP_PAUSED);
 	}
 	believe(self);
-	struct addresses mac = { *(__u64 *)data, *(__u32 *)(data + 8) };
-	if (bpf_xdp_adjust_head(ctx, -(int)sizeof(struct fabric_header)))
+	if (grow(ctx))
 		DROP(DROP_TOO_BIG);
-	data = (void *)(long)ctx->data;
-	end = (void *)(long)ctx->data_end;
+	data = START(ctx);
+	end = END(ctx);
 	if (data + sizeof(struct ethhdr) + sizeof(struct fabric_header) > end)
 		DROP(DROP_MALFORMED);
-	*(__u64 *)data = mac.first;
-	*(__u32 *)(data + 8) = mac.last;
 	((struct ethhdr *)data)->h_proto = bpf_htons(ETH_FABRIC);
 	if (flags && !sign(ctx, self))
 		DROP(DROP_MALFORMED);
@@ -338,27 +334,26 @@ static __always_inline int from_host(struct xdp_md *ctx, struct config *config, 
 			__builtin_memcpy(h->path, line->path, sizeof(h->path));
 			*out = *h;
 			count(self, CACHED);
-			if (port->picoseconds && !wire_takes(port, bpf_xdp_get_buff_len(ctx)))
-				DROP(DROP_QUEUE);
-			return bpf_redirect_map(&wires, slot, XDP_DROP);
+			return leave(ctx, self, slot, port, INNER_AT);
 		}
 	}
 	return find_way(ctx, self, s, line, key);
 }
 
-static __always_inline int handle(struct xdp_md *ctx)
+static __always_inline int handle(frame *ctx)
 {
-	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	reach(ctx, sizeof(struct ethhdr) + MOST_READ);
+	void *data = START(ctx), *end = END(ctx);
 	struct config *config = &settings;
 	if (data + sizeof(struct ethhdr) > end)
-		return XDP_DROP;
-	__u32 slot = ctx->ingress_ifindex - config->first_ifindex;
+		return FRAME_DROP;
+	__u32 slot = FIELD(ctx, ingress_ifindex) - config->first_ifindex;
 	struct port *in = bpf_map_lookup_elem(&ports, &slot);
 	if (!in)
-		return XDP_DROP;
+		return FRAME_DROP;
 	if (in->kind == TO_SWITCH)
 		return from_switch(ctx, config, in);
 	if (in->kind == TO_HOST)
 		return from_host(ctx, config, in, slot);
-	return XDP_PASS;
+	return FRAME_PASS;
 }

@@ -36,8 +36,9 @@ static __always_inline int link_up(const struct config *config, const struct por
 	return 1;
 }
 
-/* The emulated wire's rate: a queue of at most 10 ms that exists only as the time at which it will be empty. */
-#define QUEUE_NS 10000000ULL
+/* The emulated wire's rate: a queue of at most 20 ms, as the hosts' shapers have, that exists only as the time at which
+ * it will be empty. */
+#define QUEUE_NS 20000000ULL
 static __always_inline int wire_takes(struct port *port, __u64 bytes)
 {
 	if (!port->picoseconds)

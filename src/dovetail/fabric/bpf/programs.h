@@ -2,8 +2,7 @@
 #pragma once
 #include "forward.h"
 
-SEC("xdp.frags") /* frags: lifts the limit of one page on a frame's size */
-int fabric_switch(struct xdp_md *ctx)
+FRAME_PROGRAM int fabric_switch(frame *ctx)
 {
 	return handle(ctx);
 }

@@ -92,24 +92,14 @@ static __always_inline void fade(struct scratch *s, struct node *node, __u64 now
 {
 	s->any = 0;
 	s->soonest = 0;
-	s->word = 0;
-	while (can_loop) {
-		__u32 word = s->word;
-		if (word >= LINK_WORDS)
-			break;
-		__u64 set = node->failed[BOUND(word, LINK_WORDS)];
-		while (set && can_loop) {
-			__u32 link = BOUND(word * 64 + lowest_bit(set), LINKS);
-			__u64 until = node->until[link];
-			set &= set - 1;
-			if (until <= now) {
-				node->failed[BOUND(link >> 6, LINK_WORDS)] &= ~(1ULL << (link & 63));
-				s->any = 1;
-			} else if (!s->soonest || until < s->soonest) {
-				s->soonest = until;
-			}
+	EACH_LINK(link, node->failed) {
+		__u64 until = node->until[link];
+		if (until <= now) {
+			node->failed[BOUND(link >> 6, LINK_WORDS)] &= ~(1ULL << (link & 63));
+			s->any = 1;
+		} else if (!s->soonest || until < s->soonest) {
+			s->soonest = until;
 		}
-		s->word = word + 1;
 	}
 	node->fades_at = s->soonest;
 	if (s->any)
@@ -128,27 +118,17 @@ __noinline int learn(__u32 self)
 		return -1;
 	__u64 now = bpf_ktime_get_ns(), part = config->life / 255;
 	s->any = 0;
-	s->word = 0;
-	while (can_loop) {
-		__u32 word = s->word;
-		if (word >= LINK_WORDS)
-			break;
-		__u64 set = s->h.failed[BOUND(word, LINK_WORDS)];
-		while (set && can_loop) {
-			__u32 link = BOUND(word * 64 + lowest_bit(set), LINKS);
-			__u64 bit = 1ULL << (link & 63), until = now + part * (link == s->h.met ? 255 : s->h.life);
-			set &= set - 1;
-			if (until <= now)
-				continue;
-			if (!(node->failed[BOUND(link >> 6, LINK_WORDS)] & bit)) {
-				node->failed[BOUND(link >> 6, LINK_WORDS)] |= bit;
-				node->until[BOUND(link, LINKS)] = until;
-				s->any = 1;
-			} else if (node->until[BOUND(link, LINKS)] < until) {
-				node->until[BOUND(link, LINKS)] = until;
-			}
+	EACH_LINK(link, s->h.failed) {
+		__u64 bit = 1ULL << (link & 63), until = now + part * (link == s->h.met ? 255 : s->h.life);
+		if (until <= now)
+			continue;
+		if (!(node->failed[BOUND(link >> 6, LINK_WORDS)] & bit)) {
+			node->failed[BOUND(link >> 6, LINK_WORDS)] |= bit;
+			node->until[BOUND(link, LINKS)] = until;
+			s->any = 1;
+		} else if (node->until[BOUND(link, LINKS)] < until) {
+			node->until[BOUND(link, LINKS)] = until;
 		}
-		s->word = word + 1;
 	}
 	if (s->any)
 		node->version++;

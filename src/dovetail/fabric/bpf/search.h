@@ -32,6 +32,12 @@
 	} while (0)
 #endif
 
+/* Runs through the links of a map of failures, inside a function that has the processor's scratch as `s`. */
+#define EACH_LINK(link, map)                                                                                     \
+	for (s->word = 0; s->word < LINK_WORDS && can_loop; s->word++)                                           \
+		for (__u64 set_ = (map)[BOUND(s->word, LINK_WORDS)], link;                                       \
+		     set_ && can_loop && (link = BOUND(s->word * 64 + lowest_bit(set_), LINKS), set_ &= set_ - 1, 1);)
+
 /* Leaves the failed links of the packet out of the graph, or puts them back. */
 __noinline int apply_failures(__u32 side, __u32 leave_out)
 {
@@ -42,24 +48,14 @@ __noinline int apply_failures(__u32 side, __u32 leave_out)
 		return -1;
 	if (!(s->h.flags & FAILURES))
 		return 0;
-	s->word = 0;
-	while (can_loop) {
-		__u32 word = s->word;
-		if (word >= LINK_WORDS)
-			break;
-		__u64 set = s->h.failed[BOUND(word, LINK_WORDS)];
-		while (set && can_loop) {
-			__u32 link = BOUND(word * 64 + lowest_bit(set), LINKS);
-			set &= set - 1;
-			__u32 a = BOUND(g->ends[link].a, NODES), b = BOUND(g->ends[link].b, NODES);
-			if (leave_out) {
-				put(&s->cut[a], b);
-				put(&s->cut[b], a);
-			} else {
-				EACH_WORD(w) { s->cut[a].w[w] = 0; s->cut[b].w[w] = 0; }
-			}
+	EACH_LINK(link, s->h.failed) {
+		__u32 a = BOUND(g->ends[link].a, NODES), b = BOUND(g->ends[link].b, NODES);
+		if (leave_out) {
+			put(&s->cut[a], b);
+			put(&s->cut[b], a);
+		} else {
+			EACH_WORD(w) { s->cut[a].w[w] = 0; s->cut[b].w[w] = 0; }
 		}
-		s->word = word + 1;
 	}
 	return 0;
 }
