@@ -1,0 +1,197 @@
+"""Contents made into the page's document. Where a profile and a network are there, what dovetail would change too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dovetail.core.errors import Error
+from dovetail.core.network import Network
+from dovetail.core.plan import Plan
+from dovetail.core.profile import Profile
+from dovetail.core.timeline import Timeline, compare
+from dovetail.planning import compare as rivals
+from dovetail.planning import plan as choose
+from dovetail.simulate import scale, simulate
+from dovetail.view import explain, palette
+
+from . import columns, lead, sections
+from .contents import Contents
+from .document import Bar, Document, Drawn, Fabric, Lead, Planned, Scaling
+from .fabric import fabric
+from .reports import ScaleEntry, ScaleReport
+
+EMPTY = {
+    "timelines": "No timeline among the files. `dovetail simulate plan.json -o predicted.json` predicts one; "
+    "training with dovetail records one. Given both, they are drawn on one axis and compared.",
+    "plans": "No plan, and no profile with a network to make one from. `dovetail plan job.json net.json` writes "
+    "plan.json; or give job.json and a network.",
+    "profiles": "No profile. `dovetail profile SCRIPT -o job.json` measures a model layer by layer.",
+    "networks": "No network. `dovetail network -o net.json` measures one; `dovetail network --preset 10gbe-16 -o "
+    "net.json` takes published figures.",
+    "scaling": "No scaling study. `dovetail scale job.json --network 10gbe-16 --json > scale.json` predicts one.",
+    "bursts": "No burst plan. `dovetail plan job.json net.json --burst --json > burst.json` compares how many devices "
+    "each layer could get.",
+    "cluster": "No schedule. `dovetail schedule --json > study.json` simulates a cluster under a trace of jobs; a "
+    "schedule file shows who ran where.",
+    "fabrics": "No fabric. `dovetail fabric status --json > fabric.json` tells the state of one that is up; "
+    "`dovetail fabric trace A B --json > path.json` adds a path.",
+}
+SCALED = ("optimal", "ddp", "single", "per-tensor")
+WORKERS = tuple(2**i for i in range(1, 10))
+"""For the scaling curves that the page makes itself."""
+MOST_TENSORS = 600
+"""Above so many, curves are left to `dovetail scale`: a page should open at once."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A plan beside torch's default, both predicted: what dovetail would change."""
+
+    profile: Profile
+    network: Network
+    chosen: Plan
+    compared: list[Plan]
+
+    @property
+    def default(self) -> Plan | None:
+        return next((p for p in self.compared if p.policy == "ddp" and p.overlap == "backward"), None)
+
+    def predicted(self, plan: Plan) -> Timeline:
+        return simulate(plan, self.profile, self.network)
+
+
+def document(contents: Contents, *, live: bool = False) -> Document:
+    notes: list[str] = []
+    settings = list(_settings(contents, notes))
+    planned = [_planned(s) for s in settings]
+    made_from = {id(s.chosen) for s in settings}
+    planned += [
+        sections.planned(p, [p], (), (), _WITHOUT.format(p.profile, p.network))
+        for p in contents.plans
+        if id(p) not in made_from
+    ]
+    both = [next((t for t in contents.timelines if t.source == s), None) for s in ("predicted", "measured")]
+    scaling = [sections.scaling(r) for r in contents.scale_reports] or _scaled(settings, notes)
+    schedules = [*contents.clusters, *map(columns.shared, contents.schedules)]
+    return Document(
+        title=_title(contents),
+        files=contents.files,
+        live=live,
+        lead=_lead(contents, settings),
+        timelines=tuple(map(columns.drawn, contents.timelines)),
+        compared=sections.kinds(compare(both[0], both[1])) if both[0] and both[1] else None,
+        plans=tuple(planned),
+        depths=tuple(map(sections.depths, contents.depths)),
+        profiles=tuple(map(sections.layers, contents.profiles)),
+        networks=tuple(map(sections.wires, contents.networks)),
+        scaling=tuple(scaling),
+        bursts=(*map(sections.burst_report, contents.burst_reports), *map(sections.burst_plan, contents.bursts)),
+        schedules=tuple(schedules),
+        studies=tuple(map(sections.study, contents.studies)),
+        fabrics=tuple(_fabrics(contents)),
+        empty=EMPTY,
+        notes=tuple(dict.fromkeys(notes)),
+        series=palette.SERIES,
+        colors={kind: look.color for kind, look in palette.LOOKS.items()},
+    )
+
+
+_WITHOUT = "Nothing to draw it against: the profile {!r} and the network {!r} it was made from are not here."
+
+
+def _settings(contents: Contents, notes: list[str]) -> Iterable[Setting]:
+    """Every plan that can be predicted again; without plans, the one dovetail would choose."""
+    profiles: dict[str, Profile] = {}
+    networks: dict[str, Network] = {}
+    for thing in (*contents.profiles, *contents.networks, *contents.beside):
+        if isinstance(thing, Profile):
+            profiles.setdefault(thing.name, thing)
+        else:
+            networks.setdefault(thing.name, thing)
+    for plan in contents.plans:
+        job, net = profiles.get(plan.profile), networks.get(plan.network)
+        if job is None or net is None:
+            continue
+        try:
+            yield _setting(job, net, plan)
+        except Error as e:
+            notes.append(str(e))
+    if not contents.plans and contents.profiles and contents.networks:
+        job, net = contents.profiles[0], contents.networks[0]
+        try:
+            yield _setting(job, net, choose(job, net))
+        except Error as e:
+            notes.append(str(e))
+
+
+def _setting(job: Profile, net: Network, plan: Plan) -> Setting:
+    simulate(plan, job, net)  # refuses a plan that is not for this profile
+    known = "all_reduce" in net.collectives
+    compared = rivals(
+        job, net, workers=plan.workers, batch=plan.batch, overlap=plan.overlap, optimizer=plan.prediction.optimizer
+    )
+    if plan.overlap == "forward" and known:
+        compared.append(choose(job, net, workers=plan.workers, batch=plan.batch, policy="ddp"))
+    return Setting(job, net, plan, compared)
+
+
+def _planned(s: Setting) -> Planned:
+    pictures: list[Drawn] = [columns.drawn(s.predicted(s.chosen))]
+    default = s.default
+    if default is not None and (default.policy, default.overlap) != (s.chosen.policy, s.chosen.overlap):
+        pictures.insert(0, columns.drawn(s.predicted(default)))
+    return sections.planned(s.chosen, s.compared, explain.explain(s.chosen, s.compared, s.network), pictures, "")
+
+
+def _scaled(settings: Sequence[Setting], notes: list[str]) -> list[Scaling]:
+    if not settings or "all_reduce" not in settings[0].network.collectives:
+        return []
+    job, net = settings[0].profile, settings[0].network
+    if len(job.tensors) > MOST_TENSORS:
+        notes.append(f"{job.name} has {len(job.tensors):,} tensors: `dovetail scale` makes its scaling curves.")
+        return []
+    points = tuple(
+        ScaleEntry(workers=p.workers, policy=p.policy, iteration=p.iteration, speedup=p.speedup)
+        for p in scale(job, net, workers=WORKERS, policies=SCALED)
+    )
+    return [sections.scaling(ScaleReport(profile=job.name, network=net.name, batch=job.batch, points=points))]
+
+
+def _lead(contents: Contents, settings: Sequence[Setting]) -> Lead:
+    """Measured before predicted, predicted before planned; then torch's default beside the plan."""
+    bars: list[Bar] = []
+    order = sorted(contents.timelines, key=lambda t: t.source != "measured")
+    subject = order[0].name if order else ""
+    for timeline in order:
+        label = f"{timeline.source}: {timeline.name}"
+        bars += [b for b in [lead.bar(timeline, label)] if b]
+    better = None
+    for s in settings[:1]:
+        subject = subject or s.profile.name
+        default = s.default
+        if default is not None and default is not s.chosen:
+            bars += [b for b in [lead.bar(s.predicted(default), "torch's default")] if b]
+        found = lead.bar(s.predicted(s.chosen), f"dovetail's plan ({s.chosen.policy})")
+        if found and s.chosen.policy != "ddp":
+            better = found if bars else None
+            bars.append(found)
+    if not bars and contents.plans:
+        subject, bars = contents.plans[0].profile, [lead.plan_bar(p, f"plan {p.policy}") for p in contents.plans]
+    if not bars and contents.profiles:
+        subject, bars = contents.profiles[0].name, [lead.profile_bar(p) for p in contents.profiles]
+    return lead.lead(subject or _title(contents), bars, better=better)
+
+
+def _fabrics(contents: Contents) -> Iterable[Fabric]:
+    paths = [p.path() for p in contents.paths]
+    for report in contents.fabrics:
+        yield fabric(report.name, report.links, report.counters, report.believed, paths)
+
+
+def _title(contents: Contents) -> str:
+    names = [x.name for x in (*contents.profiles, *contents.timelines)]
+    names += [x.profile for x in (*contents.plans, *contents.bursts, *contents.depths, *contents.scale_reports)]
+    names += [x.policy for x in contents.schedules] + [x.name for x in contents.fabrics]
+    names += [x.trace.name for x in contents.studies]
+    return names[0] if names else "dovetail"
