@@ -33,7 +33,7 @@ export function Plot(props: { what: string; lines: Line[]; x: Axis; y: Axis; hei
   const { what, lines, x, y, height = 300, named = true } = props;
   const [ref, width] = useWidth();
   const longest = Math.max(0, ...lines.map((l) => l.name.length));
-  const right = named ? Math.min(190, 22 + longest * 6.6) : 18;
+  const right = named ? Math.min(200, 34 + longest * 6.6) : 18;
   const [inner, bottom] = [width - right, height - BOTTOM];
   const marks = lines.flatMap((l) => l.marks);
   if (!marks.length) return <p class="empty">Nothing to draw.</p>;
@@ -60,8 +60,10 @@ export function Plot(props: { what: string; lines: Line[]; x: Axis; y: Axis; hei
           <text class="axis-name" x={0} y={TOP - 3}>{y.label}</text>
           {lines.map((l, k) => <Drawn line={l} sx={sx} sy={sy} k={k} />)}
           {named && lines.map((l, k) => (
-            <text class={`name ${l.color === "#000000" ? "ink-fill" : ""}`} x={inner + 10} y={names[k]} dy="0.32em"
-              fill={l.color}>{l.name}</text>
+            <g transform={`translate(${inner + 14} ${names[k].toFixed(1)})`}>
+              {!l.bare && <path d={SHAPES[(l.shape ?? k) % SHAPES.length]} fill={l.color} class={ink(l.color)} />}
+              <text class="name" x={l.bare ? -4 : 9} dy="0.32em">{l.name}</text>
+            </g>
           ))}
         </svg>
       )}
@@ -69,20 +71,22 @@ export function Plot(props: { what: string; lines: Line[]; x: Axis; y: Axis; hei
   );
 }
 
+/** Black lines are drawn in the colour of text, which is not black on dark paper. */
+const ink = (color: string, what = "fill") => (color === "#000000" ? `ink-${what}` : "");
+
 type Scale = (value: number) => number;
 
 function Drawn({ line, sx, sy, k }: { line: Line; sx: Scale; sy: Scale; k: number }) {
   const path = line.marks.map((m, i) => `${i ? "L" : "M"}${sx(m.x).toFixed(1)} ${sy(m.y).toFixed(1)}`).join("");
-  const ink = line.color === "#000000";
   return (
     <g>
       {line.marks.length > 1 && (
         <path d={path} fill="none" stroke={line.color} stroke-width={line.dashed ? 1.2 : 2}
-          class={ink ? "ink-stroke" : ""} stroke-dasharray={line.dashed ? "4 4" : undefined} />
+          class={ink(line.color, "stroke")} stroke-dasharray={line.dashed ? "4 4" : undefined} />
       )}
       {!line.bare && line.marks.map((m) => (
         <path d={m.strong ? STAR : SHAPES[(line.shape ?? k) % SHAPES.length]} fill={line.color}
-          class={`mark ${ink ? "ink-fill" : ""}`} transform={`translate(${sx(m.x).toFixed(1)} ${sy(m.y).toFixed(1)})`}>
+          class={`mark ${ink(line.color)}`} transform={`translate(${sx(m.x).toFixed(1)} ${sy(m.y).toFixed(1)})`}>
           <title>{m.title}</title>
         </path>
       ))}
@@ -97,10 +101,9 @@ function apart(wanted: number[], least: number): number[] {
   order.forEach((i, k) => {
     if (k) out[i] = Math.max(out[i], out[order[k - 1]] + least);
   });
-  // What has been pushed down too far goes up as a whole.
-  for (let k = order.length - 2, over = Math.max(0, ...out.map((v, i) => (v - wanted[i]) / 2)); k >= -1; k--)
-    out[order[k + 1]] -= over;
-  return out;
+  // What has been pushed down goes half of the way back, all together.
+  const over = Math.max(0, ...out.map((v, i) => (v - wanted[i]) / 2));
+  return out.map((v) => v - over);
 }
 
 /** At most so many of the values, evenly. */

@@ -26,6 +26,10 @@ export class Controller {
     return { from: 0, to: this.layout.duration * 1.005 };
   }
 
+  get zoomed(): boolean {
+    return this.view.to - this.view.from < 0.999 * this.whole().to;
+  }
+
   resize(): void {
     const ratio = window.devicePixelRatio || 1;
     const width = Math.max(50, this.canvas.clientWidth);

@@ -35,6 +35,8 @@ export function Timeline({ drawn, what }: { drawn: Drawn[]; what: string }) {
       clearTimeout(later);
       later = window.setTimeout(() => bump((v) => v + 1), 150);
     });
+    // Newer data of a live source: who had zoomed in stays there.
+    if (controller.current?.zoomed) made.set(controller.current.view);
     controller.current = made;
     const watch = new ResizeObserver(() => made.resize());
     watch.observe(canvas.current!);
