@@ -222,6 +222,12 @@ def test_nothing_is_ever_blank(browser: Any, tmp_path: Path) -> None:
         assert seen.page.locator("h1").inner_text()
 
 
+def test_a_timeline_without_spans_says_so(browser: Any, tmp_path: Path) -> None:
+    bare = Timeline(name="bare", source="measured", spans=())
+    with opened(browser, sort([bare]), tmp_path) as seen:
+        assert "measured · bare: 0 s. It has no spans" in seen.page.locator("#timelines .empty").inner_text()
+
+
 def test_dark_and_light_follow_the_system_and_the_switch(browser: Any, tmp_path: Path) -> None:
     paper = "() => getComputedStyle(document.body).backgroundColor"
     with opened(browser, sort(example.timelines()), tmp_path, color_scheme="dark") as seen:

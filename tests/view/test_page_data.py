@@ -117,7 +117,16 @@ def test_the_first_sentence_says_where_the_time_goes_and_what_would_change() -> 
         r"Of every \S+ ms that example trains \(predicted, emulated\), 48.0 ms go into computing", lead.sentence
     )
     assert [b.label for b in lead.bars] == ["torch's default", "dovetail's plan (auto)"]
-    assert re.search(r"dovetail's plan \(auto\) would take .* \(predicted\)", lead.more[0])
+    assert re.search(
+        r"dovetail's plan \(auto\) is predicted at .*, torch's default at .*: .* times as fast", lead.more[0]
+    )
+
+
+def test_a_prediction_is_never_compared_with_a_measurement_of_something_else() -> None:
+    """The measured timeline comes first, the plan is still judged against the default's prediction."""
+    lead = document(sort([example.profile(), example.network(), example.timelines()[1]])).lead
+    assert [b.source for b in lead.bars] == ["measured", "predicted", "predicted"]
+    assert "128 ms" in lead.sentence and "128 ms" not in lead.more[0]
 
 
 def test_with_a_profile_alone_communication_is_not_known() -> None:

@@ -58,7 +58,7 @@ export function Schedule({ shared }: { shared: Shared }) {
       <p>{shared.sentence}</p>
       <Timeline drawn={[shared.drawn]} what="Who ran where" />
       <Table caption="Jobs by device-time" rows={shared.jobs} most={50} columns={[
-        { name: "job", text: (j) => <><span class="dot" style={{ background: j.color }} />{j.name}</> },
+        { name: "job", text: (j) => <><span class="dot" style={{ background: j.color === "#000000" ? "var(--ink)" : j.color }} />{j.name}</> },
         ...(states ? [{ name: "state", text: (j: Shared["jobs"][number]) => j.state },
           { name: "why", text: (j: Shared["jobs"][number]) => j.why }] : []),
         { name: "first device at", text: (j) => (j.first === null ? "not yet" : seconds(j.first)), right: true },

@@ -16,7 +16,17 @@ const KEYS = "Tab moves between tracks, ← and → between spans, + and − zoo
   "Home and End go to the first and the last span, Enter zooms to the span, 0 shows everything.";
 
 export function Timeline({ drawn, what }: { drawn: Drawn[]; what: string }) {
-  const all = useMemo(() => drawn.map((d) => new Spans(d)), [drawn]);
+  const bare = drawn.filter((d) => !d.columns.count);
+  return (
+    <>
+      {bare.map((d) => <p class="empty">{d.title}. It has no spans: nothing ran, or nothing was recorded.</p>)}
+      {bare.length < drawn.length && <Picture drawn={drawn} what={what} />}
+    </>
+  );
+}
+
+function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
+  const all = useMemo(() => drawn.filter((d) => d.columns.count).map((d) => new Spans(d)), [drawn]);
   const plan = useMemo(() => layout(all), [all]);
   const canvas = useRef<HTMLCanvasElement>(null), axis = useRef<HTMLCanvasElement>(null);
   const scroller = useRef<HTMLDivElement>(null), labels = useRef<HTMLDivElement>(null);

@@ -166,21 +166,18 @@ def _lead(contents: Contents, settings: Sequence[Setting]) -> Lead:
     for timeline in order:
         label = f"{timeline.source}: {timeline.name}"
         bars += [b for b in [lead.bar(timeline, label)] if b]
-    better = None
+    default = plan = None
     for s in settings[:1]:
         subject = subject or s.profile.name
-        default = s.default
-        if default is not None and default is not s.chosen:
-            bars += [b for b in [lead.bar(s.predicted(default), "torch's default")] if b]
-        found = lead.bar(s.predicted(s.chosen), f"dovetail's plan ({s.chosen.policy})")
-        if found and s.chosen.policy != "ddp":
-            better = found if bars else None
-            bars.append(found)
+        plan = lead.bar(s.predicted(s.chosen), f"dovetail's plan ({s.chosen.policy})")
+        if s.default is not None and (s.chosen.policy, s.chosen.overlap) != ("ddp", "backward"):
+            default = lead.bar(s.predicted(s.default), "torch's default")
+        bars += [b for b in (default, plan) if b]
     if not bars and contents.plans:
         subject, bars = contents.plans[0].profile, [lead.plan_bar(p, f"plan {p.policy}") for p in contents.plans]
     if not bars and contents.profiles:
         subject, bars = contents.profiles[0].name, [lead.profile_bar(p) for p in contents.profiles]
-    return lead.lead(subject or _title(contents), bars, better=better)
+    return lead.lead(subject or _title(contents), bars, default=default, plan=plan)
 
 
 def _fabrics(contents: Contents) -> Iterable[Fabric]:

@@ -68,7 +68,8 @@ def _cells(lane: Iterable[Span], computing: list[tracks.Interval] | None) -> Ite
 
 def pack(lanes: Sequence[Lane], looks: Mapping[str, Look], *, name: str, title: str, timeline: Timeline) -> Drawn:
     cells = [cell for lane in lanes for cell in lane.cells]
-    used = [key for key in looks if key in {c.look for c in cells}]
+    occur = {cell.look for cell in cells}
+    used = [key for key in looks if key in occur]
     look_at, name_at = {key: i for i, key in enumerate(used)}, dict[str, int]()
     for cell in cells:
         name_at.setdefault(cell.name, len(name_at))

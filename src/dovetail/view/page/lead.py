@@ -75,15 +75,19 @@ def profile_bar(profile: Profile) -> Bar:
     )
 
 
-def lead(subject: str, bars: Sequence[Bar], *, better: Bar | None = None) -> Lead:
-    """`bars[0]` is how things are; `better` is what dovetail would make of them."""
+def lead(subject: str, bars: Sequence[Bar], *, default: Bar | None = None, plan: Bar | None = None) -> Lead:
+    """`bars[0]` is how things are; `default` and `plan` are both predicted, so that like is compared with like."""
     if not bars:
         return Lead(
             sentence=f"{subject}: nothing here tells where training time goes.",
             more=("Give a profile and a network, a plan, or a timeline: the sections below name the commands.",),
         )
-    now = bars[0]
-    return Lead(sentence=_sentence(subject, now), more=tuple(_more(now, better)), bars=tuple(bars))
+    more = []
+    if bars[0].exposed is None:
+        more = ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
+    if default and plan:
+        more = [_against(default, plan)]
+    return Lead(sentence=_sentence(subject, bars[0]), more=tuple(more), bars=tuple(bars))
 
 
 def _sentence(subject: str, now: Bar) -> str:
@@ -100,16 +104,13 @@ def _sentence(subject: str, now: Bar) -> str:
     )
 
 
-def _more(now: Bar, better: Bar | None) -> list[str]:
-    if now.exposed is None:
-        return ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
-    if better is None:
-        return []
-    gain = now.total / better.total if better.total else 1.0
-    told = f"{better.label} would take {units.seconds(better.total)} (predicted)"
-    if gain < 1 + TIE:
-        return [f"{told}: no gain worth having, so keep what you have."]
-    saved = f"{gain:.2f} times as fast"
-    if now.source == "measured":
-        saved += " as measured"
-    return [f"{told}: {saved}, because less of the communication is left in the open."]
+def _against(default: Bar, plan: Bar) -> str:
+    gain = default.total / plan.total if plan.total else 1.0
+    told = (
+        f"{plan.label} is predicted at {units.seconds(plan.total)}, {default.label} at {units.seconds(default.total)}"
+    )
+    if gain > 1 + TIE:
+        return f"{told}: {gain:.2f} times as fast, because less of the communication is left in the open."
+    if gain < 1 - TIE:
+        return f"{told}: slower, so keep the default."
+    return f"{told}: a tie, expect no gain."

@@ -6,6 +6,7 @@ its name in the Host header, and are refused.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,11 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()  # a page is built once at a time, however many ask
         self.built: bytes | None = None
         super().__init__((ADDRESS, port), Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away before its answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
