@@ -10,6 +10,17 @@ import { Burst, Fabric, Schedule, Study } from "./sections/places";
 import { type Choice, useTheme } from "./theme";
 import { Timeline } from "./timeline/view";
 
+const INTROS: Record<string, string> = {
+  timelines: "What happened when: a row for each thing that works, time runs to the right.",
+  plan: "Where the stream of gradients is cut into messages, called buckets. Many small ones pay for starting many " +
+    "times; one large one cannot start before the last gradient is there.",
+  profile: "What one device computes in an iteration, layer by layer.",
+  network: "What it costs to exchange gradients, by their size.",
+  scaling: "What becomes of it on more workers, each with the same share of work. The dashed line would be perfect.",
+  burst: "How many devices each layer gets. Layers that do not get faster on many may run on few: the others are free.",
+  cluster: "Who uses which device when, and what other ways of sharing would give.",
+  fabric: "Which way packets can go, and what is broken.",
+};
 const REFRESH = 2000; // milliseconds between two looks at a live source
 
 export function App({ first }: { first: Document }) {
@@ -44,7 +55,7 @@ export function App({ first }: { first: Document }) {
 
 function sections(d: Document) {
   const part = (id: string, name: string, full: boolean, body: () => ComponentChildren, empty: string) =>
-    ({ id, name, full, view: <Section key={id} id={id} title={name} empty={full ? undefined : d.empty[empty]}>{full && body()}</Section> });
+    ({ id, name, full, view: <Section key={id} id={id} title={name} intro={INTROS[id]} empty={full ? undefined : d.empty[empty]}>{full && body()}</Section> });
   return [
     part("timelines", "Timeline", d.timelines.length > 0, () => (
       <>

@@ -1,14 +1,13 @@
 // Lines, points and bars in SVG: axes at round numbers, names beside lines instead of boxes of keys.
 
 import { scaleLinear, scaleLog } from "d3-scale";
-import type { ComponentChildren } from "preact";
 import { useWidth } from "./parts";
 
 export interface Mark { x: number; y: number; title: string; strong?: boolean }
 export interface Line { name: string; color: string; marks: Mark[]; dashed?: boolean; bare?: boolean; shape?: number }
 export interface Axis { label: string; log?: boolean; text: (value: number) => string; zero?: boolean; ticks?: number[] }
 
-const LEFT = 58, TOP = 14, BOTTOM = 42;
+const LEFT = 58, TOP = 30, BOTTOM = 42;
 const SHAPES = ["M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "M-3.6-3.6h7.2v7.2h-7.2z", "M0-5l5 5l-5 5l-5-5z", "M0-5l4.6 8h-9.2z",
   "M0 5l4.6-8h-9.2z", "M-5-1.5h3.5V-5h3v3.5H5v3H1.5V5h-3V1.5H-5z"];
 const STAR = "M0-9l2.4 5.6 6 .5-4.6 4 1.4 5.9L0 2.9-5.2 6l1.4-5.9-4.6-4 6-.5z";
@@ -57,8 +56,13 @@ export function Plot(props: { what: string; lines: Line[]; x: Axis; y: Axis; hei
             ))}
           </g>
           <text class="axis-name" x={LEFT} y={height - 4}>{x.label}</text>
-          <text class="axis-name" x={0} y={TOP - 3}>{y.label}</text>
+          <text class="axis-name" x={0} y={12}>{y.label}</text>
           {lines.map((l, k) => <Drawn line={l} sx={sx} sy={sy} k={k} />)}
+          {lines.flatMap((l) => l.marks.filter((m) => m.strong).map((m) => (
+            <path d={STAR} class="star" transform={`translate(${sx(m.x).toFixed(1)} ${sy(m.y).toFixed(1)})`}>
+              <title>{m.title}</title>
+            </path>
+          )))}
           {named && lines.map((l, k) => (
             <g transform={`translate(${inner + 14} ${names[k].toFixed(1)})`}>
               {!l.bare && <path d={SHAPES[(l.shape ?? k) % SHAPES.length]} fill={l.color} class={ink(l.color)} />}
@@ -85,7 +89,7 @@ function Drawn({ line, sx, sy, k }: { line: Line; sx: Scale; sy: Scale; k: numbe
           class={ink(line.color, "stroke")} stroke-dasharray={line.dashed ? "4 4" : undefined} />
       )}
       {!line.bare && line.marks.map((m) => (
-        <path d={m.strong ? STAR : SHAPES[(line.shape ?? k) % SHAPES.length]} fill={line.color}
+        <path d={SHAPES[(line.shape ?? k) % SHAPES.length]} fill={line.color}
           class={`mark ${ink(line.color)}`} transform={`translate(${sx(m.x).toFixed(1)} ${sy(m.y).toFixed(1)})`}>
           <title>{m.title}</title>
         </path>
@@ -103,7 +107,7 @@ function apart(wanted: number[], least: number): number[] {
   });
   // What has been pushed down goes half of the way back, all together.
   const over = Math.max(0, ...out.map((v, i) => (v - wanted[i]) / 2));
-  return out.map((v) => v - over);
+  return out.map((v) => v - Math.min(over, Math.max(0, Math.min(...out) - 8)));
 }
 
 /** At most so many of the values, evenly. */
@@ -117,12 +121,15 @@ export interface Stack { title: string; parts: number[] }
 /** Columns side by side, each a stack; a strip of them for every layer of a model. */
 export function Strip(props: {
   what: string; stacks: Stack[]; colors: string[]; text: (value: number) => string; height?: number; label: string;
-  children?: ComponentChildren;
+  base?: number;
 }) {
-  const { what, stacks, colors, text, height = 150, label } = props;
+  const { what, stacks, colors, text, height = 150, label, base = 10 } = props;
   const [ref, width] = useWidth();
   const sums = stacks.map((s) => s.parts.reduce((a, b) => a + b, 0));
-  const sy = scaleLinear().domain([0, Math.max(...sums) || 1]).nice(3).range([height - 4, 20]);
+  // Round numbers of the largest unit: of bytes, powers of 1024.
+  const most = Math.max(...sums) || 1;
+  const unit = base === 10 ? 1 : base ** Math.max(0, Math.floor(Math.log(most) / Math.log(base) + 0.001));
+  const sy = scaleLinear().domain([0, most / unit]).nice(3).range([height - 4, 24]);
   const inner = width - 8;
   const each = (inner - LEFT) / stacks.length;
   return (
@@ -133,7 +140,7 @@ export function Strip(props: {
             {sy.ticks(3).map((v) => (
               <g transform={`translate(0 ${sy(v)})`}>
                 <line x1={LEFT} x2={inner} />
-                <text x={LEFT - 8} dy="0.32em" text-anchor="end">{text(v)}</text>
+                <text x={LEFT - 8} dy="0.32em" text-anchor="end">{text(v * unit)}</text>
               </g>
             ))}
           </g>
@@ -145,10 +152,10 @@ export function Strip(props: {
                 <title>{s.title}</title>
                 <rect class="catch" x={LEFT + i * each} y={20} width={each} height={height - 24} />
                 {s.parts.map((part, k) => {
-                  const y = sy((below += part));
+                  const y = sy((below += part) / unit);
                   return (
                     <rect x={LEFT + i * each} y={y} width={Math.max(0.7, each - (each > 4 ? 1 : 0))}
-                      height={Math.max(0, sy(below - part) - y)} fill={colors[k]} />
+                      height={Math.max(0, sy((below - part) / unit) - y)} fill={colors[k]} />
                   );
                 })}
               </g>

@@ -16,7 +16,8 @@ export function useWidth(): [RefObject<HTMLDivElement | null>, number] {
 
 /** `text` with what stands in backticks as code. */
 export function Words({ text }: { text: string }) {
-  return <>{text.split("`").map((part, i) => (i % 2 ? <code>{part}</code> : part))}</>;
+  const shown = text.replace(/(\d) us\b/g, "$1 µs"); // the terminal keeps to letters that every terminal has
+  return <>{shown.split("`").map((part, i) => (i % 2 ? <code>{part}</code> : part))}</>;
 }
 
 export function Sentences({ lines }: { lines: string[] }) {
@@ -78,12 +79,12 @@ export function Legend({ items }: { items: { label: string; color: string; heigh
   );
 }
 
-export function Section(props: { id: string; title: string; empty?: string; children?: ComponentChildren }) {
-  const { id, title, empty, children } = props;
+export function Section(props: { id: string; title: string; intro: string; empty?: string; children?: ComponentChildren }) {
+  const { id, title, intro, empty, children } = props;
   return (
     <section id={id} aria-labelledby={`${id}-title`} class={empty ? "nothing" : ""}>
       <h2 id={`${id}-title`}>{title}</h2>
-      {empty ? <p class="empty"><Words text={empty} /></p> : children}
+      {empty ? <p class="empty"><Words text={empty} /></p> : <><p class="intro">{intro}</p>{children}</>}
     </section>
   );
 }

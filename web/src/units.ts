@@ -45,7 +45,8 @@ export const plural = (count: number, what: string): string => `${integer(count)
 
 /** Tick labels of a time axis that share one unit. */
 export function tick(value: number, step: number): string {
-  const [factor, unit] = step >= 7200 ? [1 / 3600, "h"] : step >= 120 ? [1 / 60, "min"]
+  if (value === 0) return "0";
+  const [factor, unit] = step >= 3600 ? [1 / 3600, "h"] : step >= 60 ? [1 / 60, "min"]
     : step >= 0.1 ? [1, "s"] : step >= 1e-4 ? [1e3, "ms"] : step >= 1e-7 ? [1e6, "µs"] : [1e9, "ns"];
   return `${+(value * (factor as number)).toPrecision(12)} ${unit}`;
 }

@@ -21,7 +21,7 @@ export function Profile({ layers: p }: { layers: Layers }) {
       <Strip what="Time of every layer" label="time of each layer, in execution order" text={seconds}
         stacks={index.map((i) => ({ title: title(i), parts: [p.forward[i], p.backward[i]] }))}
         colors={[COLORS.forward, COLORS.backward]} />
-      <Strip what="Parameters of every layer" label="parameters of each layer" text={size} height={110}
+      <Strip what="Parameters of every layer" label="parameters of each layer" text={size} base={1024} height={110}
         stacks={index.map((i) => ({ title: title(i), parts: [p.parameters[i]] }))} colors={[COLORS.optimizer]} />
       <AsTable what="Layers">
         {() => <Table caption="Layers in execution order" rows={index} columns={[
@@ -81,7 +81,7 @@ export function Depth({ depths: d }: { depths: Depths }) {
   return (
     <article>
       <h3>Partial backpropagation, {d.title}</h3>
-      <p>{d.sentence}</p>
+      <p><Words text={d.sentence} /></p>
       <Table caption="Workers, predicted" rows={d.workers} columns={[
         { name: "worker", text: (w) => w.worker, right: true },
         { name: `depth of ${d.segments}`, text: (w) => w.depth, right: true },
@@ -120,7 +120,7 @@ export function Network({ wires }: { wires: Wires }) {
   return (
     <article>
       <h3>{wires.title}</h3>
-      <p>{wires.sentence}</p>
+      <p><Words text={wires.sentence} /></p>
       <Plot what="Seconds of a collective by its size" lines={lines} x={{ label: "bytes", log: true, text: size,
         ticks: [10, 14, 18, 22, 26].map((e) => 2 ** e).filter((b) => b <= Math.max(...lines.flatMap((l) => l.marks.map((m) => m.x)))) }}
         y={{ label: "time", log: true, text: seconds }} />

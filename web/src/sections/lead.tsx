@@ -11,7 +11,7 @@ export function Lead({ lead }: { lead: LeadData }) {
   const now = lead.bars[0];
   return (
     <section id="lead" aria-labelledby="lead-title">
-      <h1 id="lead-title">{lead.sentence}</h1>
+      <h1 id="lead-title"><Words text={lead.sentence} /></h1>
       {lead.more.map((line) => <p class="more"><Words text={line} /></p>)}
       {now && (
         <>
@@ -24,6 +24,10 @@ export function Lead({ lead }: { lead: LeadData }) {
               note="devices wait for it: this is what a plan can win" />
           </dl>
           <Bars bars={lead.bars} />
+          <p class="intro reading">How to read this: in every iteration each device computes forward and backward on its
+            own part of the data; then all need the sum of their gradients, which the network adds up. Backward finishes
+            gradients one after the other, so most can travel while it goes on: that part is hidden. What is still
+            on its way when backward ends, everybody waits for: that part is exposed.</p>
         </>
       )}
     </section>

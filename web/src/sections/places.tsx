@@ -13,7 +13,7 @@ export function Burst({ burst }: { burst: BurstData }) {
   const title = (p: Trade) => `${p.name}: iteration ${seconds(p.iteration)}, ${p.amplification.toFixed(2)} times the ` +
     `device-time of one device`;
   const lines = FAMILIES.map(([family, color], shape) => ({
-    name: family, color, shape,
+    name: family === "other" ? (burst.points.find((p) => p.family === family)?.name ?? family) : family, color, shape,
     marks: burst.points.filter((p) => p.family === family).sort((a, b) => a.iteration - b.iteration)
       .map((p) => ({ x: p.iteration, y: p.amplification, title: title(p), strong: p.chosen })),
   })).filter((l) => l.marks.length);
@@ -100,7 +100,7 @@ export function Study({ study, colors }: { study: StudyData; colors: string[] })
 const STATES: Record<string, { color: string; dash: string }> = {
   down: { color: "#d55e00", dash: "2 5" }, silent: { color: "#cc79a7", dash: "7 4" }, drained: { color: "#e69f00", dash: "9 3" },
 };
-const MARGIN = 46;
+const MARGIN = 60;
 
 export function Fabric({ fabric }: { fabric: FabricData }) {
   const [ref, width] = useWidth();
@@ -126,7 +126,7 @@ export function Fabric({ fabric }: { fabric: FabricData }) {
               const [[x1, y1], [x2, y2]] = [at(l.a), at(l.b)];
               const look = STATES[l.state];
               return (
-                <line x1={x1} y1={y1} x2={x2} y2={y2} class={look ? "" : "link"} stroke={used(l.a, l.b) ? "#0072b2" : look?.color}
+                <line x1={x1} y1={y1} x2={x2} y2={y2} class={look || used(l.a, l.b) ? "" : "link"} stroke={used(l.a, l.b) ? "#0072b2" : look?.color}
                   stroke-dasharray={look?.dash} stroke-width={used(l.a, l.b) ? 5 : look ? 3 : 1.5}>
                   <title>{l.name}: {l.state}</title>
                 </line>

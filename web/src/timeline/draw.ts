@@ -109,7 +109,7 @@ function names(
   }
 }
 
-/** A name, or as much of it as says something: "bucket 3 (12 tensors)", "bucket 3", "3", "lay…". */
+/** A name, or as much of it as says something: "bucket 3 (12 tensors)", "bucket 3", "3", "layer1.…". */
 export function fit(name: string, width: number): string {
   const letters = Math.floor(width / LETTER);
   if (name.length <= letters) return name;
@@ -117,13 +117,17 @@ export function fit(name: string, width: number): string {
   if (plain.length <= letters) return plain;
   const number = plain.match(/^(?:bucket|reduce-scatter|all-gather|update) (\d+)$/)?.[1];
   if (number && number.length <= letters) return number;
-  return letters >= 5 ? `${plain.slice(0, letters - 1)}…` : "";
+  return letters >= 8 ? `${plain.slice(0, letters - 1)}…` : "";
 }
+
+const MINUTES = [1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440];
 
 /** Round times for about so many ticks: the first, and the step. */
 export function ticks(view: View, count: number): { first: number; step: number } {
   const raw = (view.to - view.from) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = power * ([1, 2, 5, 10].find((m) => m * power >= raw * (1 - 1e-9)) ?? 10);
+  const decimal = power * ([1, 2, 5, 10].find((m) => m * power >= raw * (1 - 1e-9)) ?? 10);
+  const minutes = MINUTES.find((m) => m * 60 >= raw) ?? Math.ceil(raw / 86400) * 1440;
+  const step = raw > 50 ? minutes * 60 : decimal;
   return { first: Math.ceil(view.from / step - 1e-9) * step, step };
 }

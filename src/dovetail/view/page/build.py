@@ -17,7 +17,7 @@ from dovetail.view import explain, palette
 
 from . import columns, lead, sections
 from .contents import Contents
-from .document import Bar, Document, Drawn, Fabric, Lead, Planned, Scaling
+from .document import Document, Drawn, Fabric, Lead, Planned, Scaling
 from .fabric import fabric
 from .reports import ScaleEntry, ScaleReport
 
@@ -74,11 +74,15 @@ def document(contents: Contents, *, live: bool = False) -> Document:
     both = [next((t for t in contents.timelines if t.source == s), None) for s in ("predicted", "measured")]
     scaling = [sections.scaling(r) for r in contents.scale_reports] or _scaled(settings, notes)
     schedules = [*contents.clusters, *map(columns.shared, contents.schedules)]
+    studies, fabrics = [*map(sections.study, contents.studies)], [*_fabrics(contents)]
+    bursts = [*map(sections.burst_report, contents.burst_reports), *map(sections.burst_plan, contents.bursts)]
+    others = [x.sentence for x in (*schedules, *scaling, *fabrics)] + [x for b in bursts for x in b.sentences[:1]]
+    others += [f"{x.title}. {x.sentence}" for x in studies]
     return Document(
         title=_title(contents),
         files=contents.files,
         live=live,
-        lead=_lead(contents, settings),
+        lead=_lead(contents, settings, others),
         timelines=tuple(map(columns.drawn, contents.timelines)),
         compared=sections.kinds(compare(both[0], both[1])) if both[0] and both[1] else None,
         plans=tuple(planned),
@@ -86,10 +90,10 @@ def document(contents: Contents, *, live: bool = False) -> Document:
         profiles=tuple(map(sections.layers, contents.profiles)),
         networks=tuple(map(sections.wires, contents.networks)),
         scaling=tuple(scaling),
-        bursts=(*map(sections.burst_report, contents.burst_reports), *map(sections.burst_plan, contents.bursts)),
+        bursts=tuple(bursts),
         schedules=tuple(schedules),
-        studies=tuple(map(sections.study, contents.studies)),
-        fabrics=tuple(_fabrics(contents)),
+        studies=tuple(studies),
+        fabrics=tuple(fabrics),
         empty=EMPTY,
         notes=tuple(dict.fromkeys(notes)),
         series=palette.SERIES,
@@ -158,26 +162,35 @@ def _scaled(settings: Sequence[Setting], notes: list[str]) -> list[Scaling]:
     return [sections.scaling(ScaleReport(profile=job.name, network=net.name, batch=job.batch, points=points))]
 
 
-def _lead(contents: Contents, settings: Sequence[Setting]) -> Lead:
-    """Measured before predicted, predicted before planned; then torch's default beside the plan."""
-    bars: list[Bar] = []
-    order = sorted(contents.timelines, key=lambda t: t.source != "measured")
-    subject = order[0].name if order else ""
-    for timeline in order:
-        label = f"{timeline.source}: {timeline.name}"
-        bars += [b for b in [lead.bar(timeline, label)] if b]
+def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]) -> Lead:
+    """What was measured comes first; then torch's default beside the plan; or else what else is known of the time.
+
+    `others` are sentences about what is not the time of an iteration, for contents that say nothing of that.
+    """
+    measured = [t for t in contents.timelines if t.source == "measured"]
+    bars = [b for t in measured if (b := lead.bar(t, t.name))]
     default = plan = None
     for s in settings[:1]:
-        subject = subject or s.profile.name
         plan = lead.bar(s.predicted(s.chosen), f"dovetail's plan ({s.chosen.policy})")
         if s.default is not None and (s.chosen.policy, s.chosen.overlap) != ("ddp", "backward"):
             default = lead.bar(s.predicted(s.default), "torch's default")
         bars += [b for b in (default, plan) if b]
-    if not bars and contents.plans:
-        subject, bars = contents.plans[0].profile, [lead.plan_bar(p, f"plan {p.policy}") for p in contents.plans]
-    if not bars and contents.profiles:
-        subject, bars = contents.profiles[0].name, [lead.profile_bar(p) for p in contents.profiles]
-    return lead.lead(subject or _title(contents), bars, default=default, plan=plan)
+    if not settings:
+        predicted = [t for t in contents.timelines if t.source == "predicted"]
+        bars += [b for t in predicted if (b := lead.bar(t, t.name))]
+    bars = bars or [lead.plan_bar(p, f"plan {p.policy}") for p in contents.plans]
+    bars = bars or [lead.profile_bar(p) for p in contents.profiles]
+    if not bars and others:
+        return Lead(sentence=others[0])
+    return lead.lead(_subject(contents, settings), bars, default=default, plan=plan)
+
+
+def _subject(contents: Contents, settings: Sequence[Setting]) -> str:
+    """The job in as few words as there are: a timeline's name says more than is needed."""
+    names = (
+        [s.profile.name for s in settings] + [p.name for p in contents.profiles] + [p.profile for p in contents.plans]
+    )
+    return names[0] if names else _title(contents)
 
 
 def _fabrics(contents: Contents) -> Iterable[Fabric]:
@@ -187,8 +200,9 @@ def _fabrics(contents: Contents) -> Iterable[Fabric]:
 
 
 def _title(contents: Contents) -> str:
-    names = [x.name for x in (*contents.profiles, *contents.timelines)]
-    names += [x.profile for x in (*contents.plans, *contents.bursts, *contents.depths, *contents.scale_reports)]
-    names += [x.policy for x in contents.schedules] + [x.name for x in contents.fabrics]
-    names += [x.trace.name for x in contents.studies]
+    names = [p.name for p in contents.profiles] + [t.name for t in contents.timelines]
+    names += [p.profile for p in contents.plans] + [b.profile for b in contents.bursts]
+    names += [d.profile for d in contents.depths]
+    names += [r.profile for r in contents.scale_reports] + [s.policy for s in contents.schedules]
+    names += [r.name for r in contents.fabrics] + [r.trace.name for r in contents.studies]
     return names[0] if names else "dovetail"

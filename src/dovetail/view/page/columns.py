@@ -12,6 +12,7 @@ import numpy.typing as npt
 from dovetail.core.job import Schedule
 from dovetail.core.timeline import Span, Timeline
 from dovetail.view import palette, tracks, units
+from dovetail.view.schedule import span
 
 from .document import Columns, Drawn, JobRow, Look, Row, Shared
 
@@ -61,9 +62,9 @@ def _lanes(timeline: Timeline) -> Iterator[Lane]:
 
 
 def _cells(lane: Iterable[Span], computing: list[tracks.Interval] | None) -> Iterator[Cell]:
-    for span in lane:
-        for piece in tracks.pieces((span,), computing):
-            yield Cell(*piece, span.bytes)
+    for whole in lane:
+        for piece in tracks.pieces((whole,), computing):
+            yield Cell(*piece, whole.bytes)
 
 
 def pack(lanes: Sequence[Lane], looks: Mapping[str, Look], *, name: str, title: str, timeline: Timeline) -> Drawn:
@@ -159,14 +160,15 @@ def shared(schedule: Schedule) -> Shared:
 
 
 def _busy(schedule: Schedule, held: float, duration: float) -> str:
-    jobs = units.count(len({x.job for x in (*schedule.leases, *schedule.tasks)}), "job")
+    names = {lease.job for lease in schedule.leases} | {run.job for run in schedule.tasks}
+    jobs = units.count(len(names), "job")
     if not duration:
         return f"{jobs}: nothing ran."
     share = units.percent(held / (duration * schedule.devices))
     if schedule.tasks:
-        return f"{jobs} ran for {units.seconds(duration)}; devices were in a task for {share} of the time."
+        return f"{jobs} ran for {span(duration)}; devices were in a task for {share} of the time."
     # Leases may share a device, so this can pass 100 %.
-    return f"{jobs} ran for {units.seconds(duration)}; leases cover the devices for {share} of the time."
+    return f"{jobs} ran for {span(duration)}; leases cover the devices for {share} of the time."
 
 
 def _jobs(runs: Sequence[_Run], colors: Mapping[str, str], *, tasks: bool) -> tuple[JobRow, ...]:

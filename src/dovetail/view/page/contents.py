@@ -47,8 +47,10 @@ class Contents:
 class Source(Protocol):
     """Where a page's contents come from."""
 
-    live: bool
-    """Whether asking again may give something new."""
+    @property
+    def live(self) -> bool:
+        """Whether asking again may give something new."""
+        ...
 
     def contents(self) -> Contents: ...
 

@@ -12,6 +12,7 @@ import msgspec
 from dovetail.core.store import Record
 
 Source = Literal["predicted", "measured"]
+Family = Literal["data-parallel", "burst", "other"]
 
 
 class Look(Record, frozen=True, kw_only=True):
@@ -205,7 +206,7 @@ class Trade(Record, frozen=True, kw_only=True):
     """A plan of devices per layer as a point: how fast against how much device-time."""
 
     name: str
-    family: Literal["data-parallel", "burst", "other"]
+    family: Family
     iteration: float
     device_time: float
     amplification: float

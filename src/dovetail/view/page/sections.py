@@ -19,6 +19,7 @@ from .document import (
     DepthRow,
     Depths,
     Drawn,
+    Family,
     Kinds,
     Layers,
     Outcome,
@@ -234,7 +235,7 @@ def burst_plan(plan: BurstPlan) -> Burst:
     )
 
 
-def _family(policy: str) -> str:
+def _family(policy: str) -> Family:
     kind = policy.partition(":")[0]
     return "data-parallel" if kind == "dp" else "burst" if kind in ("fastest", "cheapest") else "other"
 
