@@ -229,18 +229,18 @@ def test_a_timeline_without_spans_says_so(browser: Any, tmp_path: Path) -> None:
 
 
 def test_dark_and_light_follow_the_system_and_the_switch(browser: Any, tmp_path: Path) -> None:
-    paper = "() => getComputedStyle(document.body).backgroundColor"
+    light, dark = "rgb(255, 255, 255)", "rgb(20, 23, 28)"
+    paper = "color => getComputedStyle(document.body).backgroundColor === color"
     with opened(browser, sort(example.timelines()), tmp_path, color_scheme="dark") as seen:
-        dark = seen.page.evaluate(paper)
-        assert dark == "rgb(20, 23, 28)"
+        seen.page.wait_for_function(paper, arg=dark)
         assert seen.pixel(0, 0.015, down=TOP) == COLOR["forward"], "kinds keep their colours"
         seen.page.get_by_label("Colours").select_option("light")
-        assert seen.page.evaluate(paper) == "rgb(255, 255, 255)"
+        seen.page.wait_for_function(paper, arg=light)
         seen.page.get_by_label("Colours").select_option("auto")
+        seen.page.wait_for_function(paper, arg=dark)
         seen.page.emulate_media(color_scheme="light")
-        assert seen.page.evaluate(paper) == "rgb(255, 255, 255)"
-        seen.page.emulate_media(color_scheme="dark")
-        assert seen.page.evaluate(paper) == dark
+        seen.page.wait_for_function(paper, arg=light)
+        assert seen.pixel(0, 0.015, down=TOP) == COLOR["forward"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
