@@ -76,7 +76,8 @@ def document(contents: Contents, *, live: bool = False) -> Document:
     schedules = [*contents.clusters, *map(columns.shared, contents.schedules)]
     studies, fabrics = [*map(sections.study, contents.studies)], [*_fabrics(contents)]
     bursts = [*map(sections.burst_report, contents.burst_reports), *map(sections.burst_plan, contents.bursts)]
-    others = [x.sentence for x in (*schedules, *scaling, *fabrics)] + [x for b in bursts for x in b.sentences[:1]]
+    others = [x.sentence for x in schedules] + [x.sentence for x in scaling] + [x.sentence for x in fabrics]
+    others += [x for b in bursts for x in b.sentences[:1]]
     others += [f"{x.title}. {x.sentence}" for x in studies]
     return Document(
         title=_title(contents),
