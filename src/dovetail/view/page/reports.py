@@ -13,8 +13,6 @@ from dovetail.core.store import Bytes, Count, Name, Seconds
 
 from .document import Path
 
-Share = float | None
-
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A command's answer. Fields that the page does not use may come and go."""
