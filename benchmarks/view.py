@@ -141,8 +141,8 @@ def main() -> None:
         "as Chrome trace",
         "exported in",
         "drawn after",
-        "frame",
-        "worst frame",
+        "zoom step",
+        "worst step",
         "of it drawing",
     ):
         table.add_column(column, justify="right")
@@ -167,8 +167,8 @@ def main() -> None:
             big["open"]["worst"] < OPEN_TARGET,
         ),
         Check(
-            f"and stays responsive while zooming: worst frame of {STEPS} zoom steps, all rounds",
-            f"{big['frame']['worst'] * 1e3:.0f} ms (median {big['frame']['median'] * 1e3:.0f} ms)",
+            f"and stays responsive while zooming: worst of {STEPS} zoom steps, from the wheel to the frame after the drawn one",
+            f"{big['frame']['worst'] * 1e3:.0f} ms (median {big['frame']['median'] * 1e3:.0f}, 90 % {big['frame']['high'] * 1e3:.0f} ms)",
             f"< {FRAME_TARGET * 1e3:.0f} ms",
             big["frame"]["worst"] < FRAME_TARGET,
         ),
