@@ -168,7 +168,7 @@ def main() -> None:
             big["open"]["worst"] < OPEN_TARGET,
         ),
         Check(
-            f"and stays responsive while zooming: worst of {STEPS} steps, from the wheel to the frame after the drawn one",
+            f"and stays responsive while zooming: worst of {STEPS} steps, from wheel to the frame after the drawn one",
             f"{worst:.0f} ms (median {median:.0f}, 90 % {high:.0f} ms)",
             f"< {FRAME_TARGET * 1e3:.0f} ms",
             big["frame"]["worst"] < FRAME_TARGET,
