@@ -5,9 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: env demo test lint bench docs clean system
+PAGE := src/dovetail/view/page/bundle/app.js
+NODE_MODULES := web/node_modules/.package-lock.json
 
+.PHONY: env demo test lint bench docs clean system page
+
+# Without npm, or without a registry to install from, everything but the page of `dovetail view` works.
 env: system $(STAMP)
+	@command -v npm >/dev/null && $(MAKE) --no-print-directory page || echo "note: the page of dovetail view is not built (make page)"
 
 # System packages only where this is root on a Debian system and something is missing; elsewhere the part that
 # needs a package says so itself.
@@ -20,6 +25,8 @@ system:
 	command -v ethtool >/dev/null || missing="$$missing ethtool"; \
 	command -v ping >/dev/null || missing="$$missing iputils-ping"; \
 	test -e /usr/lib/frr/zebra || missing="$$missing frr"; \
+	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
 	if [ -n "$$missing" ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo "installing$$missing"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; \
@@ -31,6 +38,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (about two minutes the first time)"
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The page's script and style sheet, from web/.
+page: $(PAGE)
+
+$(PAGE): $(NODE_MODULES) $(shell find web/src -type f 2>/dev/null) web/build.mjs web/tsconfig.json
+	@cd web && npm run -s build
+
+$(NODE_MODULES): web/package.json web/package-lock.json
+	@command -v npm >/dev/null || { echo "make page needs node and npm (Debian: apt-get install nodejs npm)"; exit 1; }
+	@cd web && npm ci --silent
 	@touch $@
 
 demo: env
@@ -45,10 +63,11 @@ lint: env
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@test ! -e $(NODE_MODULES) || (cd web && npm run -s check)
 
 bench: env
 	@mkdir -p out
-	@for name in merge overlap burst partial schedule fabric; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
+	@for name in merge overlap burst partial schedule fabric view; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 clean:
-	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) web/node_modules src/dovetail/view/page/bundle out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

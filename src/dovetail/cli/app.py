@@ -82,7 +82,7 @@ for name, command, short, kind in (
     ("scale", planning.scale, "predict the speed-up on many workers", TyperCommand),
     ("train", running.train, "run a DDP script with planned buckets", TyperCommand),
     ("schedule", scheduling.schedule, "simulate a cluster under a trace of jobs", scheduling.ScheduleCommand),
-    ("view", viewing.view, "look at files; pictures and Perfetto traces", TyperCommand),
+    ("view", viewing.view, "look at files: tables, the page, pictures, Perfetto traces", TyperCommand),
 ):
     app.command(name, short_help=short, cls=kind)(command)
 app.add_typer(fabric, name="fabric", short_help="policy-compliant routing in the data plane, emulated")

@@ -52,6 +52,12 @@ def png_path(path: Path | None) -> Path | None:
     return path
 
 
+def html_path(path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(f"expected a name that ends in .html, got {str(path)!r}")
+    return path
+
+
 def read_profile(path: Path) -> Profile:
     from dovetail.core import store
     from dovetail.core.profile import Profile
@@ -118,12 +124,14 @@ def read_any(path: Path) -> Noun:
     from dovetail.core.burst import BurstPlan
     from dovetail.core.depth import DepthPlan
     from dovetail.core.errors import InputError
+    from dovetail.core.job import Schedule
     from dovetail.core.network import Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
     from dovetail.core.timeline import Timeline
 
-    nouns: dict[str, type[Noun]] = {n.kind: n for n in (Profile, Network, Plan, BurstPlan, DepthPlan, Timeline)}
+    known = (Profile, Network, Plan, BurstPlan, DepthPlan, Schedule, Timeline)
+    nouns: dict[str, type[Noun]] = {n.kind: n for n in known}
     kind = _kind(path)
     if kind is None:
         # Reading it as any noun says what is wrong with a file that is missing, cut off or no JSON object.

@@ -75,6 +75,10 @@ def schedule(
     perfetto: Annotated[
         Path | None, typer.Option(metavar="out.json", help="Also write who ran where, for Perfetto.")
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Also write who ran where under the first policy, for `dovetail view`."),
+    ] = None,
     json: shell.Json = False,
 ) -> None:
     """Simulate a cluster: what would iteration-level scheduling give, against gangs, on your own trace?
@@ -94,7 +98,7 @@ def schedule(
     low, high = bounds("--window", window)
     if png and not loads:
         raise Error("--png draws load curves: give --load 0.5..1.2")
-    for path in (png, perfetto):
+    for path in (png, perfetto, output):
         if path:
             shell.writable(path)
     who = contenders(policy, spb=spb, duty_cap=duty_cap)
@@ -117,7 +121,7 @@ def schedule(
     with shell.working("simulating") as tell:
         cells = study(
             work, cluster, who, loads=loads, samples=samples, count=jobs, level=level, costs=costs, window=(low, high),
-            record=perfetto is not None, tell=tell,
+            record=bool(perfetto or output), tell=tell,
         )  # fmt: skip
         carried = []
         if capacity:
@@ -142,6 +146,11 @@ def schedule(
         timelines = [msgspec.structs.replace(c.outcome.schedule().timeline(), name=c.name) for c in cells]
         writer.write(timelines, perfetto)
         shell.wrote(perfetto)
+    if output:
+        from dovetail.core import store
+
+        store.write(output, cells[0].outcome.schedule())
+        shell.wrote(output)
     if json:
         shell.emit(
             {

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def view(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Profiles, networks, plans or timelines.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Profiles, networks, plans, timelines, schedules.")
+    ],
     perfetto: Annotated[
         Path | None,
         typer.Option(metavar="out.json", dir_okay=False, help="Also write the timelines for ui.perfetto.dev."),
@@ -26,19 +28,37 @@ def view(
         Path | None,
         typer.Option(metavar="out.png", callback=inputs.png_path, help="Also draw the timelines, or else the plans."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="out.html", callback=inputs.html_path, help="Write the page as one file, for sharing."),
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page on this machine until interrupted.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="--serve: the port; default: a free one.")] = 0,
+    open_: Annotated[bool, typer.Option("--open", help="Serve the page and open it in a browser.")] = False,
     json: shell.Json = False,
 ) -> None:
     """Look at files: tables for profiles, networks and plans, timelines drawn together on one axis.
 
-    A predicted and a measured timeline are compared.
+    A predicted and a measured timeline are compared. --html, --serve and --open show the page instead: where the time
+    goes, with pictures to zoom into. The page also takes what `dovetail scale`, `schedule`, `fabric status`,
+    `fabric trace` and `plan --burst` print with --json.
     """
+    if html or serve or open_:
+        if perfetto or png or json:
+            raise typer.BadParameter("--html, --serve and --open go without --perfetto, --png and --json")
+        from . import paging
+
+        paging.show(files, html=html, serve=serve or open_, port=port, browser=open_)
+        return
     from dovetail.core import timeline as core
     from dovetail.core.errors import Error
+    from dovetail.core.job import Schedule
     from dovetail.core.plan import Plan
     from dovetail.core.timeline import Timeline
 
     nouns = [inputs.read_any(path) for path in files]
-    timelines = [n for n in nouns if isinstance(n, Timeline)]
+    shown = [n.timeline() if isinstance(n, Schedule) else n for n in nouns]
+    timelines = [n for n in shown if isinstance(n, Timeline)]
     plans = [(path, n) for path, n in zip(files, nouns, strict=True) if isinstance(n, Plan)]
     if perfetto and not timelines:
         raise Error(f"--perfetto {perfetto}: expected at least one timeline among the files")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 from dovetail.core.timeline import Span, Timeline
@@ -78,7 +80,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 def subtract(span: Interval, holes: list[Interval]) -> list[Interval]:
     """What is left of an interval without `holes` (sorted and disjoint)."""
     left, at = [], span[0]
-    for start, stop in holes:
+    # Holes that end before the span begins, of which there may be many, cannot cut it.
+    for i in range(bisect_right(holes, at, key=itemgetter(1)), len(holes)):
+        start, stop = holes[i]
         if start >= span[1]:
             break
         if start > at:

@@ -1,0 +1,209 @@
+"""Contents made into the page's document. Where a profile and a network are there, what dovetail would change too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dovetail.core.errors import Error
+from dovetail.core.network import Network
+from dovetail.core.plan import Plan
+from dovetail.core.profile import Profile
+from dovetail.core.timeline import Timeline, compare
+from dovetail.planning import compare as rivals
+from dovetail.planning import plan as choose
+from dovetail.simulate import scale, simulate
+from dovetail.view import explain, palette
+
+from . import columns, lead, sections
+from .contents import Contents
+from .document import Document, Drawn, Fabric, Lead, Planned, Scaling
+from .fabric import fabric
+from .reports import ScaleEntry, ScaleReport
+
+EMPTY = {
+    "timelines": "No timeline among the files. `dovetail simulate plan.json -o predicted.json` predicts one; "
+    "training with dovetail records one. Given both, they are drawn on one axis and compared.",
+    "plans": "No plan, and no profile with a network to make one from. `dovetail plan job.json net.json` writes "
+    "plan.json; or give job.json and a network.",
+    "profiles": "No profile. `dovetail profile SCRIPT -o job.json` measures a model layer by layer.",
+    "networks": "No network. `dovetail network -o net.json` measures one; `dovetail network --preset 10gbe-16 -o "
+    "net.json` takes published figures.",
+    "scaling": "No scaling study. `dovetail scale job.json --network 10gbe-16 --json > scale.json` predicts one.",
+    "bursts": "No burst plan. `dovetail plan job.json net.json --burst --json > burst.json` compares how many devices "
+    "each layer could get.",
+    "cluster": "No schedule. `dovetail schedule --json > study.json` simulates a cluster under a trace of jobs; a "
+    "schedule file shows who ran where.",
+    "fabrics": "No fabric. `dovetail fabric status --json > fabric.json` tells the state of one that is up; "
+    "`dovetail fabric trace A B --json > path.json` adds a path.",
+}
+SCALED = ("optimal", "ddp", "single", "per-tensor")
+WORKERS = tuple(2**i for i in range(1, 10))
+"""For the scaling curves that the page makes itself."""
+MOST_TENSORS = 600
+"""Above so many, curves are left to `dovetail scale`: a page should open at once."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A plan beside torch's default, both predicted: what dovetail would change."""
+
+    profile: Profile
+    network: Network
+    chosen: Plan
+    compared: list[Plan]
+
+    @property
+    def default(self) -> Plan | None:
+        return next((p for p in self.compared if p.policy == "ddp" and p.overlap == "backward"), None)
+
+    def predicted(self, plan: Plan) -> Timeline:
+        return simulate(plan, self.profile, self.network)
+
+
+def document(contents: Contents, *, live: bool = False) -> Document:
+    notes: list[str] = []
+    settings = list(_settings(contents, notes))
+    planned = [_planned(s) for s in settings]
+    made_from = {id(s.chosen) for s in settings}
+    planned += [
+        sections.planned(p, [p], (), (), _WITHOUT.format(p.profile, p.network))
+        for p in contents.plans
+        if id(p) not in made_from
+    ]
+    both = [next((t for t in contents.timelines if t.source == s), None) for s in ("predicted", "measured")]
+    scaling = [sections.scaling(r) for r in contents.scale_reports] or _scaled(settings, notes)
+    schedules = [*contents.clusters, *map(columns.shared, contents.schedules)]
+    studies, fabrics = [*map(sections.study, contents.studies)], [*_fabrics(contents)]
+    bursts = [*map(sections.burst_report, contents.burst_reports), *map(sections.burst_plan, contents.bursts)]
+    others = [x.sentence for x in schedules] + [x.sentence for x in scaling] + [x.sentence for x in fabrics]
+    others += [x for b in bursts for x in b.sentences[:1]]
+    others += [f"{x.title}. {x.sentence}" for x in studies]
+    return Document(
+        title=_title(contents),
+        files=contents.files,
+        live=live,
+        lead=_lead(contents, settings, others),
+        timelines=tuple(map(columns.drawn, contents.timelines)),
+        compared=sections.kinds(compare(both[0], both[1])) if both[0] and both[1] else None,
+        plans=tuple(planned),
+        depths=tuple(map(sections.depths, contents.depths)),
+        profiles=tuple(map(sections.layers, contents.profiles)),
+        networks=tuple(map(sections.wires, contents.networks)),
+        scaling=tuple(scaling),
+        bursts=tuple(bursts),
+        schedules=tuple(schedules),
+        studies=tuple(studies),
+        fabrics=tuple(fabrics),
+        empty=EMPTY,
+        notes=tuple(dict.fromkeys(notes)),
+        series=palette.SERIES,
+        colors={kind: look.color for kind, look in palette.LOOKS.items()},
+    )
+
+
+_WITHOUT = "Nothing to draw it against: the profile {!r} and the network {!r} it was made from are not here."
+
+
+def _settings(contents: Contents, notes: list[str]) -> Iterable[Setting]:
+    """Every plan that can be predicted again; without plans, the one dovetail would choose."""
+    profiles: dict[str, Profile] = {}
+    networks: dict[str, Network] = {}
+    for thing in (*contents.profiles, *contents.networks, *contents.beside):
+        if isinstance(thing, Profile):
+            profiles.setdefault(thing.name, thing)
+        else:
+            networks.setdefault(thing.name, thing)
+    for plan in contents.plans:
+        job, net = profiles.get(plan.profile), networks.get(plan.network)
+        if job is None or net is None:
+            continue
+        try:
+            yield _setting(job, net, plan)
+        except Error as e:
+            notes.append(str(e))
+    if not contents.plans and contents.profiles and contents.networks:
+        job, net = contents.profiles[0], contents.networks[0]
+        try:
+            yield _setting(job, net, choose(job, net))
+        except Error as e:
+            notes.append(str(e))
+
+
+def _setting(job: Profile, net: Network, plan: Plan) -> Setting:
+    simulate(plan, job, net)  # refuses a plan that is not for this profile
+    known = "all_reduce" in net.collectives
+    compared = rivals(
+        job, net, workers=plan.workers, batch=plan.batch, overlap=plan.overlap, optimizer=plan.prediction.optimizer
+    )
+    if plan.overlap == "forward" and known:
+        compared.append(choose(job, net, workers=plan.workers, batch=plan.batch, policy="ddp"))
+    return Setting(job, net, plan, compared)
+
+
+def _planned(s: Setting) -> Planned:
+    pictures: list[Drawn] = [columns.drawn(s.predicted(s.chosen))]
+    default = s.default
+    if default is not None and (default.policy, default.overlap) != (s.chosen.policy, s.chosen.overlap):
+        pictures.insert(0, columns.drawn(s.predicted(default)))
+    return sections.planned(s.chosen, s.compared, explain.explain(s.chosen, s.compared, s.network), pictures, "")
+
+
+def _scaled(settings: Sequence[Setting], notes: list[str]) -> list[Scaling]:
+    if not settings or "all_reduce" not in settings[0].network.collectives:
+        return []
+    job, net = settings[0].profile, settings[0].network
+    if len(job.tensors) > MOST_TENSORS:
+        notes.append(f"{job.name} has {len(job.tensors):,} tensors: `dovetail scale` makes its scaling curves.")
+        return []
+    points = tuple(
+        ScaleEntry(workers=p.workers, policy=p.policy, iteration=p.iteration, speedup=p.speedup)
+        for p in scale(job, net, workers=WORKERS, policies=SCALED)
+    )
+    return [sections.scaling(ScaleReport(profile=job.name, network=net.name, batch=job.batch, points=points))]
+
+
+def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]) -> Lead:
+    """What was measured comes first; then torch's default beside the plan; or else what else is known of the time.
+
+    `others` are sentences about what is not the time of an iteration, for contents that say nothing of that.
+    """
+    measured = [t for t in contents.timelines if t.source == "measured"]
+    bars = [b for t in measured if (b := lead.bar(t, t.name))]
+    default = plan = None
+    for s in settings[:1]:
+        plan = lead.bar(s.predicted(s.chosen), f"dovetail's plan ({s.chosen.policy})")
+        if s.default is not None and (s.chosen.policy, s.chosen.overlap) != ("ddp", "backward"):
+            default = lead.bar(s.predicted(s.default), "torch's default")
+        bars += [b for b in (default, plan) if b]
+    if not settings:
+        predicted = [t for t in contents.timelines if t.source == "predicted"]
+        bars += [b for t in predicted if (b := lead.bar(t, t.name))]
+    bars = bars or [lead.plan_bar(p, f"plan {p.policy}") for p in contents.plans]
+    bars = bars or [lead.profile_bar(p) for p in contents.profiles]
+    if not bars and others:
+        return Lead(sentence=others[0])
+    return lead.lead(_subject(contents, settings), bars, default=default, plan=plan)
+
+
+def _subject(contents: Contents, settings: Sequence[Setting]) -> str:
+    """The job in as few words as there are: a timeline's name says more than is needed."""
+    names = (
+        [s.profile.name for s in settings] + [p.name for p in contents.profiles] + [p.profile for p in contents.plans]
+    )
+    return names[0] if names else _title(contents)
+
+
+def _fabrics(contents: Contents) -> Iterable[Fabric]:
+    paths = [p.path() for p in contents.paths]
+    for report in contents.fabrics:
+        yield fabric(report.name, report.links, report.counters, report.believed, paths)
+
+
+def _title(contents: Contents) -> str:
+    names = [p.name for p in contents.profiles] + [t.name for t in contents.timelines]
+    names += [p.profile for p in contents.plans] + [b.profile for b in contents.bursts]
+    names += [d.profile for d in contents.depths]
+    names += [r.profile for r in contents.scale_reports] + [s.policy for s in contents.schedules]
+    names += [r.name for r in contents.fabrics] + [r.trace.name for r in contents.studies]
+    return names[0] if names else "dovetail"

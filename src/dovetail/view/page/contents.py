@@ -1,0 +1,93 @@
+"""What a user wants to see, sorted: nouns and answers by kind. The one thing a page is built from.
+
+Files give contents once; a running cluster gives new ones whenever it is asked. Both are a `Source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from dovetail.core.burst import BurstPlan
+from dovetail.core.depth import DepthPlan
+from dovetail.core.job import Schedule
+from dovetail.core.network import Network
+from dovetail.core.plan import Plan
+from dovetail.core.profile import Profile
+from dovetail.core.timeline import Timeline
+
+from .document import Shared
+from .reports import BurstReport, FabricReport, Report, ScaleReport, StudyReport, TraceReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """Everything the page can show, in the order in which it was given."""
+
+    files: tuple[str, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+    networks: tuple[Network, ...] = ()
+    plans: tuple[Plan, ...] = ()
+    bursts: tuple[BurstPlan, ...] = ()
+    depths: tuple[DepthPlan, ...] = ()
+    timelines: tuple[Timeline, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
+    clusters: tuple[Shared, ...] = ()
+    """Schedules that a cluster has already made into a section: it knows states and reasons that no noun has."""
+    scale_reports: tuple[ScaleReport, ...] = ()
+    burst_reports: tuple[BurstReport, ...] = ()
+    studies: tuple[StudyReport, ...] = ()
+    fabrics: tuple[FabricReport, ...] = ()
+    paths: tuple[TraceReport, ...] = ()
+    beside: tuple[Profile | Network, ...] = ()
+    """What plans were made from, found beside them: used for predictions, not shown for itself."""
+
+
+class Source(Protocol):
+    """Where a page's contents come from."""
+
+    @property
+    def live(self) -> bool:
+        """Whether asking again may give something new."""
+        ...
+
+    def contents(self) -> Contents: ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """Contents that stay as they are."""
+
+    given: Contents
+    live: bool = False
+
+    def contents(self) -> Contents:
+        return self.given
+
+
+FIELDS: dict[type[Any], str] = {
+    Profile: "profiles",
+    Network: "networks",
+    Plan: "plans",
+    BurstPlan: "bursts",
+    DepthPlan: "depths",
+    Timeline: "timelines",
+    Schedule: "schedules",
+    ScaleReport: "scale_reports",
+    BurstReport: "burst_reports",
+    StudyReport: "studies",
+    FabricReport: "fabrics",
+    TraceReport: "paths",
+}
+
+
+def sort(
+    things: Iterable[Any | Report], *, files: Iterable[str] = (), beside: Iterable[Profile | Network] = ()
+) -> Contents:
+    """Nouns and answers, each to its own kind."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for thing in things:
+        field = FIELDS[type(thing)]
+        found[field] = (*found.get(field, ()), thing)
+    return replace(Contents(files=tuple(files), beside=tuple(beside)), **found)

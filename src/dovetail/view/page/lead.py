@@ -1,0 +1,116 @@
+"""The first sentence and the three numbers: where the time goes, and what dovetail would change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.core.plan import Plan
+from dovetail.core.profile import Profile
+from dovetail.core.timeline import Timeline
+from dovetail.view import tracks, units
+
+from .document import Bar, Lead
+
+LITTLE = 0.02
+"""A share of exposed communication below which there is nothing for a plan to win."""
+TIE = 0.01
+
+
+def bar(timeline: Timeline, label: str) -> Bar | None:
+    """Where a timeline's time goes, on the rank whose communication is exposed longest; None where nobody computes."""
+    computing = tracks.computing(timeline)
+    if not computing:
+        return None
+    traffic: dict[str, list[tracks.Interval]] = {group: [] for group in computing}
+    kinds: dict[str, dict[str, float]] = {group: dict.fromkeys(tracks.COMPUTE, 0.0) for group in computing}
+    for s in timeline.spans:
+        group = tracks.group(s.track)
+        if s.kind == "communication" and group in traffic:
+            traffic[group].append((s.start, s.stop))
+        elif s.kind in tracks.COMPUTE:
+            kinds[group][s.kind] += s.duration
+    moved = {group: tracks.union(intervals) for group, intervals in traffic.items()}
+    exposed = {
+        group: sum(b - a for t in moved[group] for a, b in tracks.subtract(t, computing[group])) for group in computing
+    }
+    slowest = max(computing, key=lambda group: (exposed[group], sum(b - a for a, b in computing[group])))
+    return Bar(
+        label=label,
+        source=timeline.source,
+        emulated=timeline.emulated,
+        total=timeline.duration,
+        hidden=sum(b - a for a, b in moved[slowest]) - exposed[slowest],
+        exposed=exposed[slowest],
+        **kinds[slowest],
+    )
+
+
+def plan_bar(plan: Plan, label: str) -> Bar:
+    """The same from a plan alone, which does not say how long its communication takes in all."""
+    p = plan.prediction
+    return Bar(
+        label=label,
+        source="predicted",
+        total=p.iteration,
+        forward=p.forward,
+        backward=p.backward,
+        optimizer=p.optimizer,
+        hidden=None,
+        exposed=p.exposed,
+    )
+
+
+def profile_bar(profile: Profile) -> Bar:
+    forward, backward = profile.forward_time(), profile.backward_time()
+    return Bar(
+        label=f"{profile.name}, computing",
+        source="measured",
+        emulated=profile.emulated,
+        total=forward + backward,
+        forward=forward,
+        backward=backward,
+        optimizer=0.0,
+        hidden=None,
+        exposed=None,
+    )
+
+
+def lead(subject: str, bars: Sequence[Bar], *, default: Bar | None = None, plan: Bar | None = None) -> Lead:
+    """`bars[0]` is how things are; `default` and `plan` are both predicted, so that like is compared with like."""
+    if not bars:
+        return Lead(
+            sentence=f"{subject}: nothing here tells where training time goes.",
+            more=("Give a profile and a network, a plan, or a timeline: the sections below name the commands.",),
+        )
+    more = []
+    if bars[0].exposed is None:
+        more = ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
+    if default and plan:
+        more = [_against(default, plan)]
+    return Lead(sentence=_sentence(subject, bars[0]), more=tuple(more), bars=tuple(bars))
+
+
+def _sentence(subject: str, now: Bar) -> str:
+    how = f"{now.source}{', emulated' if now.emulated else ''}"
+    text = f"Of every {units.seconds(now.total)} that {subject} trains ({how}), {units.seconds(now.compute)} "
+    if now.exposed is None:
+        return text + "go into computing; what communication adds is not known yet."
+    share = now.exposed / now.total if now.total else 0.0
+    if share < LITTLE:
+        return text + f"go into computing and only {units.percent(share)} into waiting for the network."
+    return (
+        text
+        + f"go into computing and {units.seconds(now.exposed)}, {units.percent(share)}, into waiting for the network."
+    )
+
+
+def _against(default: Bar, plan: Bar) -> str:
+    gain = default.total / plan.total if plan.total else 1.0
+    told = (
+        f"{plan.label} is predicted at {units.seconds(plan.total)}, {default.label} at {units.seconds(default.total)}"
+    )
+    if gain > 1 + TIE:
+        return f"{told}: {gain:.2f} times as fast, because less of the communication is left in the open."
+    if gain < 1 - TIE:
+        return f"{told}: slower, so keep the default."
+    return f"{told}: a tie, expect no gain."

@@ -1,0 +1,120 @@
+// The page: what to read first at the top, then a section for every kind of file, empty ones with a word on how to fill them.
+
+import type { ComponentChildren } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import type { Document } from "./document";
+import { Section } from "./parts";
+import { Compared, Depth, Network, Plan, Profile, Scale } from "./sections/job";
+import { Lead } from "./sections/lead";
+import { Burst, Fabric, Schedule, Study } from "./sections/places";
+import { type Choice, useTheme } from "./theme";
+import { Timeline } from "./timeline/view";
+
+const INTROS: Record<string, string> = {
+  timelines: "What happened when: a row for each thing that works, time runs to the right.",
+  plan: "Where the stream of gradients is cut into messages, called buckets. Many small ones pay for starting many " +
+    "times; one large one cannot start before the last gradient is there.",
+  profile: "What one device computes in an iteration, layer by layer.",
+  network: "What it costs to exchange gradients, by their size.",
+  scaling: "What becomes of it on more workers, each with the same share of work. The dashed line would be perfect.",
+  burst: "How many devices each layer gets. Layers that do not get faster on many may run on few: the others are free.",
+  cluster: "Who uses which device when, and what other ways of sharing would give.",
+  fabric: "Which way packets can go, and what is broken.",
+};
+const REFRESH = 2000; // milliseconds between two looks at a live source
+
+export function App({ first }: { first: Document }) {
+  const [d, failed] = useLive(first);
+  const parts = sections(d);
+  return (
+    <>
+      <a class="skip" href="#lead">Skip to the content</a>
+      <header>
+        <p class="brand">dovetail<span>{d.title}</span></p>
+        <nav aria-label="Sections">
+          <ul>{parts.map((p) => <li><a href={`#${p.id}`} class={p.full ? "" : "none"}>{p.name}</a></li>)}</ul>
+        </nav>
+        <ThemeSwitch />
+      </header>
+      <main>
+        {failed && <p class="empty" role="alert">The server does not answer: this is what it said last.</p>}
+        <Lead lead={d.lead} />
+        {d.notes.length > 0 && <ul class="notes">{d.notes.map((n) => <li>{n}</li>)}</ul>}
+        {parts.filter((p) => p.full).map((p) => p.view)}
+        {parts.some((p) => !p.full) && <p class="rest">Not shown, because no file given holds it:</p>}
+        {parts.filter((p) => !p.full).map((p) => p.view)}
+      </main>
+      <footer>
+        <p>{d.files.length ? `Made by dovetail view from ${d.files.join(", ")}.` : "Made by dovetail view."}{" "}
+          “Predicted” did not run; “emulated” ran on devices or links that are slowed down on purpose. This page asks
+          nobody for anything{d.live ? " but the dovetail that serves it" : ""}.</p>
+      </footer>
+    </>
+  );
+}
+
+function sections(d: Document) {
+  const part = (id: string, name: string, full: boolean, body: () => ComponentChildren, empty: string) =>
+    ({ id, name, full, view: <Section key={id} id={id} title={name} intro={INTROS[id]} empty={full ? undefined : d.empty[empty]}>{full && body()}</Section> });
+  return [
+    part("timelines", "Timeline", d.timelines.length > 0, () => (
+      <>
+        <Timeline drawn={d.timelines} what={d.timelines.map((t) => t.source).join(" and ") + " timeline"} />
+        {d.compared && <Compared kinds={d.compared} />}
+      </>
+    ), "timelines"),
+    part("plan", "Plan", d.plans.length + d.depths.length > 0, () => (
+      <>{d.plans.map((p) => <Plan plan={p} />)}{d.depths.map((p) => <Depth depths={p} />)}</>
+    ), "plans"),
+    part("profile", "Profile", d.profiles.length > 0, () => d.profiles.map((p) => <Profile layers={p} />), "profiles"),
+    part("network", "Network", d.networks.length > 0, () => d.networks.map((n) => <Network wires={n} />), "networks"),
+    part("scaling", "Scaling", d.scaling.length > 0, () =>
+      d.scaling.map((s) => <Scale scaling={s} colors={d.series} />), "scaling"),
+    part("burst", "Burst", d.bursts.length > 0, () => d.bursts.map((b) => <Burst burst={b} />), "bursts"),
+    part("cluster", "Cluster", d.schedules.length + d.studies.length > 0, () => (
+      <>{d.schedules.map((s) => <Schedule shared={s} />)}{d.studies.map((s) => <Study study={s} colors={d.series} />)}</>
+    ), "cluster"),
+    part("fabric", "Fabric", d.fabrics.length > 0, () => d.fabrics.map((f) => <Fabric fabric={f} />), "fabrics"),
+  ];
+}
+
+/** The document, and newer ones where a server has them. */
+function useLive(first: Document): [Document, boolean] {
+  const [now, set] = useState(first);
+  const [failed, fail] = useState(false);
+  useEffect(() => {
+    if (!first.live) return;
+    let last = "", over = false;
+    const ask = async () => {
+      try {
+        const text = await (await fetch("data.json")).text();
+        if (!over && text !== last) set(JSON.parse(text) as Document);
+        last = text;
+        fail(false);
+      } catch {
+        fail(true);
+      }
+      if (!over) timer = window.setTimeout(ask, REFRESH);
+    };
+    let timer = window.setTimeout(ask, REFRESH);
+    return () => {
+      over = true;
+      clearTimeout(timer);
+    };
+  }, [first]);
+  return [now, failed];
+}
+
+function ThemeSwitch() {
+  const [choice, set] = useTheme();
+  return (
+    <label class="theme">
+      <span>Colours</span>
+      <select value={choice} onChange={(e) => set(e.currentTarget.value as Choice)}>
+        <option value="auto">as the system</option>
+        <option value="light">light</option>
+        <option value="dark">dark</option>
+      </select>
+    </label>
+  );
+}
