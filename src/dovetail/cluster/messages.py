@@ -196,6 +196,8 @@ class Welcome(Message):
     """Name of its shared memory; empty where the executor is on another machine."""
     store: tuple[str, int] = ("", 0)
     """Host and port of a torch store for the tensor channel then."""
+    channel: str = ""
+    """Under which name both meet there (`channel.Peer.name`)."""
 
 
 class Released(Message):
