@@ -207,7 +207,11 @@ class Released(Message):
     workers: tuple[int, ...]
     """Whose tasks nobody has taken."""
     seconds: tuple[float, ...]
-    """For each of them, what it is predicted to take; longest last."""
+    """For each of them, what it is predicted to take; longest last. 0 where nothing is known yet."""
+    depths: tuple[int, ...] = ()
+    """For each of them, its `Task.depth`; empty where all are full. An executor learns seconds by depth."""
+    at: float = 0.0
+    """time.monotonic() of the aggregator's machine when the iteration's first task became ready; 0 if not said."""
 
 
 class Claim(Message):
@@ -238,6 +242,8 @@ class Taken(Message):
     worker: int
     until: float
     """time.monotonic() of the aggregator's machine."""
+    at: float = 0.0
+    """The same clock when it was taken; 0 if not said."""
 
 
 class Barrier(Message):
@@ -245,6 +251,8 @@ class Barrier(Message):
 
     iteration: int
     until: float
+    at: float = 0.0
+    """The aggregator's clock when the last task had ended; 0 if not said."""
 
 
 class Done(Message):
