@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,44 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.cluster.channel import Host, Peer, join
+from dovetail.cluster.channel import Host, Peer
 from dovetail.cluster.wire import Lost
 
+from .other_machine import tensors
+
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = (1000, 0, 37)
-
-
-def tensors(fill: float) -> list[torch.Tensor]:
-    """As an arena has them: parameters, perhaps no buffers at all, and something that is not float32."""
-    made = [torch.arange(n, dtype=torch.float32) + fill for n in SIZES]
-    return [*made, torch.full((3,), int(fill), dtype=torch.int64)]
-
-
-def executor(port: str, name: str, tasks: str, end: str) -> None:
-    """The other process: takes parameters, gives back ten times as much, `tasks` times; then stops as told."""
-    torch.set_num_threads(1)
-    channel = join(("127.0.0.1", int(port)), name, local="127.0.0.1", timeout=20.0)
-    for _ in range(int(tasks)):
-        got = tensors(-1.0)
-        channel.receive(got)
-        channel.send([10 * t for t in got])
-    if end == "hang":
-        print("hanging", flush=True)
-        time.sleep(60)
-    if end == "die":
-        os._exit(9)
-    print(json.dumps("closed"), flush=True)
-    channel.close()
-    with pytest.raises(Lost, match="closed"):
-        channel.send(tensors(0.0))
 
 
 @contextmanager
 def other(peer: Peer, host: Host, tasks: int, end: str = "well") -> Iterator[subprocess.Popen[str]]:
-    given = [str(host.address[1]), peer.name, str(tasks), end]
-    call = f"from tests.cluster.test_channel import executor; executor(*{given!r})"
+    command = [sys.executable, "-m", "tests.cluster.other_machine", str(host.address[1]), peer.name, str(tasks), end]
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    process = subprocess.Popen([sys.executable, "-c", call], env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         yield process
         if end == "well":
