@@ -124,6 +124,8 @@ class Described(Message):
     """One per worker, ascending or not; empty for full depth."""
     persistent_bytes: int = 0
     ephemeral_bytes: int = 0
+    task_timeout: float = 120.0
+    """Seconds after which the coordinator takes a task for endless."""
 
 
 class Progress(Message):
@@ -198,6 +200,8 @@ class Welcome(Message):
     """Host and port of a torch store for the tensor channel then."""
     channel: str = ""
     """Under which name both meet there (`channel.Peer.name`)."""
+    header: str = ""
+    """What an arena of the executor's own is to be like then (`Arena.apart`)."""
 
 
 class Released(Message):
@@ -233,6 +237,10 @@ class Task(Message):
     """Whether the guard wants the norms of this task's gradients."""
     seconds: float = 0.0
     """What it is predicted to take; an emulated device takes just that."""
+    claim: int = 0
+    """Counts the job's claims. A task that was given to another executor meanwhile has a newer one."""
+    fresh: bool = False
+    """Over a tensor channel: parameters and buffers come first, since the executor's are of an earlier iteration."""
 
 
 class Taken(Message):
