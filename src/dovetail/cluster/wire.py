@@ -68,10 +68,10 @@ class Connection:
             message = self._take()
             if message is not None:
                 return message
-            self.socket.settimeout(timeout if timeout > 0 else 1e-6)
+            self.socket.settimeout(max(timeout, 0.0))  # 0 does not wait; the least that does is a millisecond
             try:
                 data = self.socket.recv(1 << 16)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 return None
             except OSError as e:
                 raise Lost(str(e)) from None
