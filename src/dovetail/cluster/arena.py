@@ -160,6 +160,15 @@ class Arena:
         flats = {dtype: rows[worker] for dtype, rows in self.rows.items()}
         return Gradients(flats, self.layout.gradients.views(flats), self.flags[worker])
 
+    def outgoing(self) -> list[torch.Tensor]:
+        """What an executor elsewhere gets before its first task of an iteration."""
+        return [*self.parameters.values(), *self.buffers.values()]
+
+    def incoming(self, worker: int) -> list[torch.Tensor]:
+        """What it gives back with a task's end."""
+        flats = [*(rows[worker] for rows in self.rows.values()), self.flags[worker]]
+        return flats + list(self.next_buffers.values()) if worker == 0 else flats
+
     def unlink(self) -> None:
         """No more attaching. The memory goes with its last user."""
         if self.name:

@@ -95,9 +95,7 @@ def _timed(division: Division, law: Law | None) -> Division:
         return division
     share = sum(division.batches) / len(division.batches)
     times = [law(b / share) for b in division.batches]
-    return msgspec.structs.replace(
-        division, forward=tuple(f for f, _ in times), backward=tuple(b for _, b in times)
-    )
+    return msgspec.structs.replace(division, forward=tuple(f for f, _ in times), backward=tuple(b for _, b in times))
 
 
 def _trial(job: TrainingJob, model: nn.Module, samples: Samples, count: int) -> Callable[[], torch.Tensor]:

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from dovetail.core.errors import Error, InputError
 from dovetail.core.profile import Profile
 from dovetail.planning.guard import Guard
+
+from .submission import Options
+
+__all__ = ["Options", "TrainingJob", "load"]
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 Spb = Literal["off", "ladder", "balanced", "guard"]
 SPB = ("off", "ladder", "balanced", "guard")
 _REQUIRED = ("model", "data", "loss", "optimizer", "steps", "batch")
+_OVERRIDDEN = ("workers", "steps", "spb", "seed", "batch")
 _MISSING: Any = object()
 
 
@@ -61,7 +64,7 @@ class TrainingJob:
     spb: Spb = "off"
     """How deep workers backpropagate: all the way, by the ladder, by the ladder with batches such that all tasks take
     as long, or as the gradients' noise allows."""
-    guard: Guard = Guard()
+    guard: Guard = dataclasses.field(default_factory=Guard)
     """For `spb="guard"`: how much progress partial depth may cost."""
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     """Makes a learning-rate scheduler, which steps after every step of the training."""
@@ -76,8 +79,8 @@ class TrainingJob:
     """In place of a profile: seconds of a worker's forward and whole backward pass on an even share of the batch."""
     off_device: float = 0.0
     """Emulated seconds between the last task of a step and the next step, for what is not on the device."""
-    task_timeout: float = 120.0
-    """Seconds after which a task counts as endless."""
+    default_dtype: str = dataclasses.field(default="", init=False, repr=False)
+    """What the file made torch's default; kept apart, since jobs share processes."""
 
     def __post_init__(self) -> None:
         for field in _REQUIRED:
@@ -118,19 +121,6 @@ class TrainingJob:
             object.__setattr__(self, "task_seconds", (float(given[0]), float(given[1])))
         if not _is_seconds(self.off_device):
             raise Error(f"off_device: expected seconds, at least 0, got {self.off_device!r}")
-        if not _is_seconds(self.task_timeout) or self.task_timeout <= 0:
-            raise Error(f"task_timeout: expected seconds above 0, got {self.task_timeout!r}")
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What `dovetail cluster submit` overrides in a job file; None leaves the file's own."""
-
-    workers: int | None = None
-    steps: int | None = None
-    spb: Spb | None = None
-    seed: int | None = None
-    batch: int | None = None
-    task_timeout: float | None = None
 
 
 def load(path: str | Path, options: Options = Options()) -> TrainingJob:
@@ -147,6 +137,7 @@ def load(path: str | Path, options: Options = Options()) -> TrainingJob:
     module = types.ModuleType(f"dovetail_job_{path.parent.name}".replace("-", "_").replace(".", "_"))
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
+    default = _default_dtype()
     try:
         exec(compile(text, str(path), "exec"), module.__dict__)
     except Error as e:
@@ -155,16 +146,31 @@ def load(path: str | Path, options: Options = Options()) -> TrainingJob:
         raise InputError(path, f"line {e.lineno}", f"expected valid Python: {e.msg}") from None
     except (Exception, SystemExit) as e:
         raise InputError(path, _line_of(e, path), first_line(e)) from e
+    finally:
+        chosen = _default_dtype(default)
     if "job" not in module.__dict__:
         raise InputError(path, "job", "missing: expected `job = TrainingJob(...)`")
     job = module.__dict__["job"]
     if not isinstance(job, TrainingJob):
         raise InputError(path, "job", f"expected a dovetail.TrainingJob, got {_of(job)}")
-    given = {field: value for field, value in msgspec.structs.asdict(options).items() if value is not None}
+    given = {field: value for field in _OVERRIDDEN if (value := getattr(options, field)) is not None}
     try:
-        return dataclasses.replace(job, name=job.name or path.stem, **given)
+        job = dataclasses.replace(job, name=job.name or path.stem, **given)
     except Error as e:
         raise InputError(path, "job with the submission's options" if given else "job", str(e)) from None
+    object.__setattr__(job, "default_dtype", chosen)
+    return job
+
+
+def _default_dtype(new: str = "") -> str:
+    """torch's default dtype; with `new`, puts that in its place. Empty while nobody has imported torch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    before = str(torch.get_default_dtype()).removeprefix("torch.")
+    if new and new != before:
+        torch.set_default_dtype(getattr(torch, new))
+    return before
 
 
 def first_line(error: BaseException) -> str:

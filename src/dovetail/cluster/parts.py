@@ -39,16 +39,17 @@ class JobError(Error):
 
 
 @contextmanager
-def blaming(what: str) -> Iterator[None]:
+def blaming(what: str = "") -> Iterator[None]:
     """Whatever the job's code raises inside becomes a JobError that begins with `what`."""
+    where = f"{what}: " if what else ""
     try:
         yield
     except JobError:
         raise
     except Error as e:
-        raise JobError(f"{what}: {e}") from None
+        raise JobError(f"{where}{e}") from None
     except (Exception, SystemExit) as e:
-        raise JobError(f"{what}: {first_line(e)}", traceback.format_exc()) from e
+        raise JobError(f"{where}{first_line(e)}", traceback.format_exc()) from e
 
 
 def mixed(*numbers: int) -> int:
@@ -61,6 +62,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+
+
+def use_defaults(job: TrainingJob) -> None:
+    """What the job's file made torch's default dtype."""
+    if job.default_dtype:
+        torch.set_default_dtype(getattr(torch, job.default_dtype))
 
 
 @contextmanager
