@@ -11,9 +11,6 @@ it, plus what the account can hold, plus one filler, however wrong the predictio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-from dovetail.train.burst_gaps import Word
 
 LEAST_MARGIN, MOST_MARGIN = 1.05, 16.0
 """Real task times spread by 3.5–9 % around their mean; the first is about one such spread."""
@@ -88,16 +85,3 @@ class Filled:
     def overlap(self, since: float, until: float) -> float:
         """Seconds of it in which somebody waited from `since` until `until`."""
         return max(0.0, min(until, self.stop) - max(since, self.start))
-
-
-def word_file(home: Path, device: int) -> Path:
-    """The file behind DOVETAIL_GAP on this device."""
-    return home / "executors" / f"{device}.gap"
-
-
-def open_word(home: Path, device: int) -> Word:
-    """Makes the device's gap word, busy."""
-    path = word_file(home, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(bytes(Word.BYTES))
-    return Word(path)

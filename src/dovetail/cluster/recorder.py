@@ -51,9 +51,9 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, tag="task", omit_defaults=T
     device: _Device
     start: _Seconds
     stop: _Seconds
-    overhead: float = -1.0
-    """Seconds from when it could have started (the end of the task before, or its release) to its start; -1 where it
-    was held back on purpose, so that there is no such moment."""
+    overhead: float = 0.0
+    """Seconds from when it could have started (its release or the end of the task before, whichever was later; for one
+    that was held back, when its time had come) to its start."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
