@@ -26,7 +26,7 @@ from dovetail.core.errors import Error
 from dovetail.planning.dispatch import Resident, pick
 
 from .jobs import first_line
-from .messages import Beat, Claim, Failed, Hello, Task, TaskFailed
+from .messages import Beat, Claim, Done, Failed, Hello, Task, TaskFailed
 from .opening import Opener, open_job
 from .output import Streams
 from .recorder import Recorder
@@ -187,11 +187,14 @@ class Executor:
         self._streams.lend(live.log)
         start = time.monotonic()
         self._tally.start(job, start)
+        done: Done | None = None
         failure: TaskFailed | None = None
         try:
             done = runner.run(task)
+        except Lost:  # the tensor channel: the aggregator gives the task to somebody else
+            self._tenants.unplug(live)
         except BaseException as e:  # SystemExit and KeyboardInterrupt too: it is the job's code that ends, not ours
-            done, failure = None, _failed(task, e)
+            failure = _failed(task, e)
         if os.getpid() != self._pid:
             os._exit(1)  # a process that the job's code has forked and let run into ours
         self._streams.take_back()
@@ -206,7 +209,7 @@ class Executor:
         overhead = max(0.0, start - ready)
         self._tally.stop(job, start, stop, overhead)
         self._recorder.task(job, task.iteration, task.worker, start, stop, overhead)
-        if failure is None:
+        if done is not None:
             live.observe(profiled, stop - start)
         if live.background:
             self._filler_ended(start, stop)

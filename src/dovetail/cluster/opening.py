@@ -13,13 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from .messages import Done, Grant, Task, Welcome
 
 if TYPE_CHECKING:
     from .channel import Channel
-    from .jobs import Options
     from .task import Runner
 
 
@@ -65,13 +62,21 @@ class Loaded:
 
 def open_job(grant: Grant, welcome: Welcome, emulated: bool, local: str) -> Loaded:
     """Runs the job file, makes the model and binds it to the job's tensors."""
-    from . import jobs, task
+    from . import channel, jobs, starting, task
 
     folder = Path(grant.folder)
-    job = jobs.load(folder / "job.py", _options(folder))
-    module = job.model.__module__ if job.model.__module__.startswith("dovetail_job_") else ""
-    runner = task.open_runner(job, welcome.memory, emulated=emulated, header=welcome.header)
-    return Loaded(runner, None, module)
+    before = set(sys.modules)
+    job = jobs.load(folder / "job.py", starting.submission(folder))
+    module = next((name for name in sys.modules.keys() - before if name.startswith("dovetail_job_")), "")
+    # A machine that shares no memory with the job's.
+    through = None if welcome.memory else channel.join(welcome.store, welcome.channel, local=local)
+    try:
+        runner = task.open_runner(job, welcome.memory, emulated=emulated, header=welcome.header, channel=through)
+    except BaseException:
+        if through is not None:
+            through.close()
+        raise
+    return Loaded(runner, through, module)
 
 
 def give_back() -> None:
@@ -80,18 +85,3 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-class _Submission(msgspec.Struct):
-    options: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-def _options(folder: Path) -> Options:
-    """What the submission says beside the job file."""
-    from .jobs import Options
-
-    try:
-        text = (folder / "submission.json").read_bytes()
-    except FileNotFoundError:
-        return Options()
-    return msgspec.json.decode(msgspec.json.decode(text, type=_Submission).options, type=Options)

@@ -29,7 +29,8 @@ class Live(Resident):
 
     def __init__(self, grant: Grant, device: int, filled: Filled, *, node: str) -> None:
         super().__init__(next(_keys), empty_shape(), (device,), grant.rank)
-        self.device, self.filled, self.node = device, filled, node
+        self.filled = filled
+        self._elsewhere = bool(grant.node and node and grant.node != node)  # its aggregator, with another clock
         self.promise: Promise | None = None
         self.since = time.monotonic()
         self.runner: Runs | None = None
@@ -105,7 +106,8 @@ class Live(Resident):
         self._show()
 
     def _released(self, message: Released, now: float) -> None:
-        at = self._past(message.at, now)
+        again = message.iteration == self.iteration  # somebody who had a task is lost
+        at = now if again else self._past(message.at, now)
         self._count(at)
         if self.iteration < 0 and self.promise is not None and not self.promise.delay:
             self.promise.since = at
@@ -129,14 +131,14 @@ class Live(Resident):
         """A moment that the aggregator has seen, on our clock. Another machine's is known from its quickest message."""
         if not theirs:
             return now
-        if self.grant.node == self.node:
+        if not self._elsewhere:
             return min(theirs, now)
         self._offset = min(self._offset, now - theirs)
         return theirs + self._offset
 
     def _coming(self, theirs: float, now: float) -> float:
         """A moment that it predicts; now, which makes it late, where its clock is not known yet."""
-        if self.grant.node == self.node:
+        if not self._elsewhere:
             return theirs
         return theirs + self._offset if self._offset < float("inf") else now
 
