@@ -25,9 +25,9 @@ State = Literal["queued", "preparing", "running", "paused", "finished", "failed"
 STATES: tuple[State, ...] = get_args(State)
 ENDED: frozenset[State] = frozenset(("finished", "failed", "cancelled"))
 NEXT: dict[State, frozenset[State]] = {
-    "queued": frozenset(("preparing", "running", "paused", "failed", "cancelled")),
+    "queued": frozenset(("preparing", "running", "paused", "finished", "failed", "cancelled")),
     "preparing": frozenset(("queued", "running", "paused", "finished", "failed", "cancelled")),
-    "running": frozenset(("queued", "paused", "finished", "failed", "cancelled")),
+    "running": frozenset(("queued", "preparing", "paused", "finished", "failed", "cancelled")),
     "paused": frozenset(("queued", "finished", "failed", "cancelled")),
     "finished": frozenset(),
     "failed": frozenset(),
@@ -189,11 +189,11 @@ class Store:
     def move(self, job: int, state: State, *, reason: str = "", **fields: Any) -> None:
         """The job's next state, with whatever changes together with it; WrongMove if it does not follow.
 
-        In the queue, paused or ended it holds no devices.
+        Only a running job holds devices.
         """
         with self._transaction():
             self._move(job, state, time.time(), fields | {"reason": reason})
-            if state not in ("preparing", "running"):
+            if state != "running":
                 self._end_lease(job)
 
     def _move(self, job: int, state: State, now: float, fields: dict[str, Any]) -> None:

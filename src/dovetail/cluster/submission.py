@@ -28,7 +28,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     spb: Literal["off", "ladder", "balanced", "guard"] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     batch: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    task_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 120.0
+    task_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
     """Seconds after which a task is taken for endless."""
 
 

@@ -164,7 +164,7 @@ class Supervisor:
 
     def _start_coordinator(self) -> None:
         control, http = self.control.fileno(), self.http.fileno()
-        command = [sys.executable, "-m", "dovetail.cluster.coordinator", str(self.home.path), str(control), str(http)]
+        command = [sys.executable, "-m", "dovetail.cluster.head", str(self.home.path), str(control), str(http)]
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
