@@ -47,7 +47,6 @@ class Coordinator:
         self.floor: Floor | None = None
         self.doomed: dict[str, float] = {}  # processes that must have ended by then
         self.dirty: set[int] = set()
-        self.masters: dict[int, tuple[str, int]] = {}  # where the ranks of gangs meet
         self.closing = False
         self.began = time.time()
         self._chains: dict[str, asyncio.Task[None]] = {}
@@ -102,7 +101,8 @@ class Coordinator:
         fleet.forget_running(self.home, e.index)
         d = e.device
         settings: dict[str, Any] = {"device": d.index, "node": d.node, "kind": d.kind, "core": d.core}
-        self._do(e.key, self.engine.start(e.key, "executor", settings | self._common(), node=d.node), starts=True)
+        settings |= self._common() | {"guard": self.policy.rules.guard}
+        self._do(e.key, self.engine.start(e.key, "executor", settings, node=d.node), starts=True)
 
     def _common(self) -> dict[str, Any]:
         return {"home": str(self.home.path), "coordinator": self.control, "key_file": str(self.home.key_file)}

@@ -14,7 +14,7 @@ from .live import Live
 from .messages import Grant, StartRank
 from .placement import admissions, place, to_prepare
 
-Wanted = dict[int, dict[Key, Grant | StartRank]]
+Wanted = dict[int, dict[Key, Grant | StartRank | None]]
 _TOGETHER = 0.005  # seconds: what comes at once is decided together
 
 
@@ -104,19 +104,22 @@ def sync(c: Coordinator) -> None:
 
 def _want_ranks(c: Coordinator, job: Live, wanted: Wanted, now: float) -> None:
     key = (job.id, job.epoch)
-    if not job.sent:
-        links = [c.executors[d].link for d in job.devices]
-        first = links[0]
-        if first is None or None in links or job.not_before > now:
-            return  # all at once or none
-        c.masters[job.id] = (first.host, gangs.free_port(first.host))
+    if job.sent:  # told once; a rank that is missing later is `gangs.broken`
+        for d in job.devices:
+            if key in c.executors[d].granted:
+                wanted[d][key] = c.executors[d].granted[key]
+        return
+    links = [c.executors[d].link for d in job.devices]
+    first = links[0]
+    if first is None or None in links or job.not_before > now:
+        return  # all at once or none
     told = gangs.ranks(
         c.home,
         job,
         rank(c.policy.order, job.standing),
         devices={e.index: e.device for e in c.executors.values()},
         arguments=c.store.submission(job.id).arguments,
-        master=c.masters.get(job.id, ("", 0)),
+        master=(first.host, gangs.free_port(first.host)),
     )
     for d, message in told.items():
         wanted[d][key] = message

@@ -87,8 +87,8 @@ if __name__ == "__main__":
                 ],
                 "jobs": [
                     {"job": 1, "name": "digits", "share": "foreground", "state": "running", "iteration": 10,
-                     "bound": 0.05, "iterations": 100, "loss": 0.5, "iteration_seconds": 0.1, "slowdown": 0.01, "devices": [0],
-                     "submitted": time.time() - 60, "reason": ""}
+                     "bound": 0.05, "iterations": 100, "loss": 0.5, "iteration_seconds": 0.1, "slowdown": 0.01,
+                     "devices": [0], "submitted": time.time() - 60, "reason": ""}
                 ],
             }
         )

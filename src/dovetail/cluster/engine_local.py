@@ -62,7 +62,8 @@ class LocalEngine:
         ]
 
     async def start(self, key: str, role: Role, settings: dict[str, Any], *, node: str = "") -> None:
-        self._send(Start(key=key, role=role, settings=settings))
+        given = settings if role == "executor" else settings | {"node": NODE}
+        self._send(Start(key=key, role=role, settings=given))
 
     async def kill(self, key: str) -> None:
         self._send(Kill(key=key))

@@ -34,6 +34,8 @@ class Executor:
     beat: Beat = field(default_factory=Beat)
     heard: float = 0.0
     """time.monotonic() of its last beat."""
+    welcomed: float = 0.0
+    """time.monotonic() of its last Hello."""
     deadline: float = 0.0
     away: float = 0.0
     """time.monotonic() since when it has not been there."""
@@ -60,7 +62,7 @@ class Executor:
 
     def welcome(self, hello: Hello, link: Link, now: float) -> None:
         """It is there, for the first time or again."""
-        self.link, self.process, self.heard = link, True, now
+        self.link, self.process, self.heard, self.welcomed = link, True, now, now
         self.granted = {(int(job), epoch): None for job, epoch in hello.residents}
         self.beat = Beat()
         self.window = (now, 0.0, 0.0)
@@ -92,7 +94,7 @@ class Executor:
             self.window = (now, total, beat.idle)
         return gained
 
-    def sync(self, wanted: dict[Key, Grant | StartRank], held_back: Iterable[Key]) -> None:
+    def sync(self, wanted: dict[Key, Grant | StartRank | None], held_back: Iterable[Key]) -> None:
         """Tells it the difference between what it has and what it should have; never twice the same."""
         if self.link is None:
             return
@@ -101,8 +103,7 @@ class Executor:
             self.link.send(Revoke(job=str(key[0]), epoch=key[1]))
         waiting = set(held_back)
         for key, message in wanted.items():
-            known = key in self.granted
-            if (not known and key in waiting) or (known and isinstance(message, StartRank)):
+            if message is None or (key in waiting and key not in self.granted):
                 continue
             if self.granted.get(key) != message:
                 self.granted[key] = message

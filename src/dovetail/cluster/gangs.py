@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+from . import roles
 from .engine import Device
+from .fleet import Executor
 from .home import Home
 from .live import Live
 from .messages import StartRank
 from .placement import Rank
+
+SETTLED = 2.0
+"""Seconds after an executor's Hello in which it says what it has kept for the coordinator."""
 
 
 def free_port(host: str) -> int:
@@ -39,7 +45,7 @@ def ranks(
     told = {}
     for worker, device in enumerate(job.devices):
         node = nodes[worker]
-        environment = {
+        environment = roles.scrubbed(os.environ) | {
             "RANK": str(worker),
             "WORLD_SIZE": str(job.gang),
             "LOCAL_RANK": str(nodes[:worker].count(node)),
@@ -62,3 +68,15 @@ def ranks(
             bound=job.bound,
         )
     return told
+
+
+def broken(job: Live, executors: Mapping[int, Executor], now: float) -> bool:
+    """Whether a rank that was started is not there, and nobody has told how it ended."""
+    if not job.is_gang or not job.sent:
+        return False
+    for worker, device in enumerate(job.devices):
+        e = executors[device]
+        gone = e.ready and now - e.welcomed > SETTLED and (job.id, job.epoch) not in e.granted
+        if gone and worker not in job.codes:
+            return True
+    return False

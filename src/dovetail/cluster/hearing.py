@@ -34,9 +34,6 @@ class Hearing:
         if e.link is not None:
             e.link.close()
         e.welcome(hello, link, time.monotonic())
-        for job in list(self._c.jobs.values()):
-            if job.is_gang and job.sent and e.index in job.devices and (job.id, job.epoch) not in e.granted:
-                self._c.gang_again(job)
         return ""
 
     def _aggregator(self, hello: Hello, link: Link) -> str:
@@ -134,6 +131,8 @@ class Hearing:
         c.kick()
 
     def _rank_ended(self, job: Live, ended: RankEnded) -> None:
+        if not job.sent:
+            return  # we ended it ourselves
         job.codes[ended.worker] = ended.code
         if ended.code:
             last = ended.tail.strip().splitlines()[-1:]

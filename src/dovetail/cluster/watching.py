@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from . import deciding, fleet, folders
+from . import deciding, fleet, folders, gangs
 from .coordinator import Coordinator
 
 TICK = 0.25
@@ -58,6 +58,8 @@ def executors(c: Coordinator, now: float) -> None:
 def jobs(c: Coordinator, now: float) -> None:
     """Aggregators that do not come up, or do not leave, are ended; pauses after strikes end."""
     for job in list(c.jobs.values()):
+        if gangs.broken(job, c.executors, now):
+            c.gang_again(job)
         if 0.0 < job.not_before <= now:
             job.not_before = 0.0
             c.kick()
