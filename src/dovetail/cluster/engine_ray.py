@@ -30,6 +30,7 @@ from dovetail.core.store import write_text
 
 from . import roles
 from .engine import Device, Exit, Role
+from .home import Home, Settings, cluster_id
 
 RESOURCE = "dovetail_device"
 """Ray's name for how many devices a node offers."""
@@ -72,19 +73,11 @@ class RayEngine:
 
     name = "ray"
 
-    def __init__(
-        self,
-        home: Path,
-        *,
-        address: str = "auto",
-        cluster: str,
-        emulated: bool = False,
-        device_bytes: int = 16 * 2**30,
-    ) -> None:
+    def __init__(self, home: Home, settings: Settings, *, address: str = "auto") -> None:
         if importlib.util.find_spec("ray") is None:
             raise Error("the ray engine needs Ray: pip install 'ray>=2.50'")
-        self.home, self.address, self.cluster = home, address, cluster
-        self.emulated, self.device_bytes = emulated, device_bytes
+        self.home, self.address, self.cluster = home.path, address, cluster_id(home.path)
+        self.emulated, self.device_bytes = settings.emulated, settings.device_bytes
         self.host = "127.0.0.1"
         """This machine's address as the others see it, known after `open`: where the coordinator should listen."""
         self._wardens: dict[str, Any] = {}
