@@ -80,10 +80,14 @@ class Connection:
             self._buffer += data
 
     def waiting(self) -> list[Message]:
-        """Everything that has arrived, without waiting for more."""
+        """Everything that has arrived, without waiting for more. The last words of one who is gone are heard first."""
         found: list[Message] = []
-        while (message := self.receive(timeout=0)) is not None:
-            found.append(message)
+        try:
+            while (message := self.receive(timeout=0)) is not None:
+                found.append(message)
+        except Lost:
+            if not found:
+                raise
         return found
 
     def _take(self) -> Message | None:
