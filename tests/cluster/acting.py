@@ -40,12 +40,12 @@ class Server(threading.Thread):
         self.log: list[tuple[float, m.Message]] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.socket, selectors.EVENT_READ)
-        self._stop = False
+        self._over = False
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            while not self._stop:
+            while not self._over:
                 for key, _ in self._selector.select(0.002):
                     if key.fileobj is self.socket:
                         connection = Connection(self.socket.accept()[0])
@@ -82,7 +82,7 @@ class Server(threading.Thread):
 
     def end(self) -> None:
         """As if killed: every connection is gone."""
-        self._stop = True
+        self._over = True
         self.join(10)
 
     def all(self, kind: type[M]) -> list[M]:

@@ -70,6 +70,8 @@ class Streams:
             if now is not mine:
                 with contextlib.suppress(Exception):
                     now.flush()
+        os.dup2(self._own[0], 1)
+        os.dup2(self._own[1], 2)
         if self._objects[0].closed or self._objects[1].closed:
             self._objects = (
                 open(1, "w", buffering=1, closefd=False),  # noqa: SIM115
@@ -77,5 +79,3 @@ class Streams:
             )
         if sys.stdout is not self._objects[0] or sys.stderr is not self._objects[1]:
             sys.stdout, sys.stderr = self._objects
-        os.dup2(self._own[0], 1)
-        os.dup2(self._own[1], 2)

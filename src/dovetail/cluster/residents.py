@@ -29,8 +29,7 @@ class Live(Resident):
 
     def __init__(self, grant: Grant, device: int, filled: Filled, *, node: str) -> None:
         super().__init__(next(_keys), empty_shape(), (device,), grant.rank)
-        self.filled = filled
-        self._elsewhere = bool(grant.node and node and grant.node != node)  # its aggregator, with another clock
+        self.filled, self._node = filled, node
         self.promise: Promise | None = None
         self.since = time.monotonic()
         self.runner: Runs | None = None
@@ -44,6 +43,7 @@ class Live(Resident):
     def regrant(self, grant: Grant) -> None:
         """The same start of the job with another rank, or its next start."""
         self.grant, self.rank, self.background = grant, grant.rank, grant.rank[0]
+        self._elsewhere = bool(grant.node and self._node and grant.node != self._node)  # with another clock
         if not grant.foreground:
             self.promise = None
         elif self.promise is None:
@@ -65,7 +65,7 @@ class Live(Resident):
         self.retry_at, self._pause = time.monotonic() + self._pause, min(2.0, max(0.1, 2 * self._pause))
         self._queue: list[int] = []
         self._offset = float("inf")  # what to add to another machine's clock
-        self._off_device = 0.0
+        self._off_device, self._joined_at = 0.0, time.monotonic()
         self.ready_at = 0.0
         """Since when there has been a task to take, as far as we know."""
         self.left, self.eta, self.next_release = 0, 0.0, float("inf")
@@ -102,12 +102,12 @@ class Live(Resident):
         elif isinstance(message, Task):
             self.answered(message, now)
         elif isinstance(message, Welcome):
-            self.welcome, self._pause = message, 0.0
+            self.welcome, self._pause, self._joined_at = message, 0.0, now
         self._show()
 
     def _released(self, message: Released, now: float) -> None:
         again = message.iteration == self.iteration  # somebody who had a task is lost
-        at = now if again else self._past(message.at, now)
+        at = now if again else max(self._joined_at, self._past(message.at, now))
         self._count(at)
         if self.iteration < 0 and self.promise is not None and not self.promise.delay:
             self.promise.since = at
