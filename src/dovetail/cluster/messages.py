@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 # -- with the coordinator --
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First on every connection to the coordinator; `key` is the cluster's secret."""
 
     key: str
@@ -42,7 +42,7 @@ class Hello(Message):
     """(job, epoch) that an executor still serves when it comes back to a restarted coordinator."""
 
 
-class Grant(Message):
+class Grant(Message, frozen=True):
     """Coordinator to executor: this device serves the job, until revoked. Sent again when the rank changes."""
 
     job: str
@@ -60,14 +60,14 @@ class Grant(Message):
     exclusive: bool = False
 
 
-class Revoke(Message):
+class Revoke(Message, frozen=True):
     """Coordinator to executor: no further task of the job; drop its weights when the running task has ended."""
 
     job: str
     epoch: int
 
 
-class StartRank(Message):
+class StartRank(Message, frozen=True):
     """Coordinator to executor: run one rank of a gang job as a process of its own on this device."""
 
     job: str
@@ -81,7 +81,7 @@ class StartRank(Message):
     bound: float = 0.05
 
 
-class RankEnded(Message):
+class RankEnded(Message, frozen=True):
     """Executor to coordinator."""
 
     job: str
@@ -92,7 +92,7 @@ class RankEnded(Message):
     """Its last lines on stderr."""
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """Executor to coordinator, twice a second, from a thread of its own: a stuck task cannot stop it."""
 
     running: str = ""
@@ -110,7 +110,7 @@ class Beat(Message):
     """Device-seconds with no task since this executor began."""
 
 
-class Described(Message):
+class Described(Message, frozen=True):
     """Aggregator to coordinator: what the job asks for. Seconds are its profile's or measured; 0 where unknown."""
 
     job: str
@@ -128,7 +128,7 @@ class Described(Message):
     """Seconds after which the coordinator takes a task for endless."""
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """Aggregator to coordinator, at most five times a second."""
 
     job: str
@@ -145,7 +145,7 @@ class Progress(Message):
     depths: tuple[float, ...] = ()
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """Aggregator to coordinator: all iterations are done and the last checkpoint is on disk."""
 
     job: str
@@ -154,7 +154,7 @@ class Finished(Message):
     loss: float
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """Aggregator or executor to coordinator: the job cannot go on. One line says why.
 
     `fatal`: another try would end the same way (a wrong job file, a loss that is not a number).
@@ -166,13 +166,13 @@ class Failed(Message):
     fatal: bool = False
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """Coordinator to aggregator: finish the iteration, write a checkpoint, leave. `discard`: leave at once."""
 
     discard: bool = False
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Coordinator to whoever said Hello with the wrong key or for an earlier epoch: leave."""
 
     reason: str
@@ -181,7 +181,7 @@ class Refused(Message):
 # -- between executor and aggregator --
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """First from an executor; `key` is the cluster's secret."""
 
     key: str
@@ -191,7 +191,7 @@ class Join(Message):
     node: str
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """From the aggregator: where the job's tensors are."""
 
     memory: str
@@ -204,7 +204,7 @@ class Welcome(Message):
     """What an arena of the executor's own is to be like then (`Arena.apart`)."""
 
 
-class Released(Message):
+class Released(Message, frozen=True):
     """The tasks of an iteration are ready. Repeated to an executor that joins in the middle, with what is left."""
 
     iteration: int
@@ -218,13 +218,13 @@ class Released(Message):
     """time.monotonic() of the aggregator's machine when the iteration's first task became ready; 0 if not said."""
 
 
-class Claim(Message):
+class Claim(Message, frozen=True):
     """An idle executor asks for the job's longest ready task."""
 
     iteration: int
 
 
-class Task(Message):
+class Task(Message, frozen=True):
     """The answer: worker -1 if there is none left."""
 
     iteration: int
@@ -243,7 +243,7 @@ class Task(Message):
     """Over a tensor channel: parameters and buffers come first, since the executor's are of an earlier iteration."""
 
 
-class Taken(Message):
+class Taken(Message, frozen=True):
     """To the job's other executors: this worker's task is gone; all that run are predicted to end at `until`."""
 
     iteration: int
@@ -254,7 +254,7 @@ class Taken(Message):
     """The same clock when it was taken; 0 if not said."""
 
 
-class Barrier(Message):
+class Barrier(Message, frozen=True):
     """All tasks of the iteration have ended; the next is predicted to be released at `until`."""
 
     iteration: int
@@ -263,7 +263,7 @@ class Barrier(Message):
     """The aggregator's clock when the last task had ended; 0 if not said."""
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """A task has ended; its gradients are in place."""
 
     iteration: int
@@ -276,7 +276,7 @@ class Done(Message):
     """time.monotonic()"""
 
 
-class TaskFailed(Message):
+class TaskFailed(Message, frozen=True):
     """The job's own code raised; `reason` is one line, `trace` goes to the job's log."""
 
     iteration: int
@@ -285,7 +285,7 @@ class TaskFailed(Message):
     trace: str = ""
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     """Either side: the job ends here."""
 
     reason: str = ""
@@ -294,7 +294,7 @@ class Leave(Message):
 # -- with the local engine's supervisor --
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     """Coordinator to supervisor: run a process. `key` names it ("executor 3", "aggregator 17.2")."""
 
     key: str
@@ -303,19 +303,19 @@ class Start(Message):
     """Keyword arguments of the role's `main`."""
 
 
-class Kill(Message):
+class Kill(Message, frozen=True):
     """Coordinator to supervisor: end the process and what it started, at once."""
 
     key: str
 
 
-class Alive(Message):
+class Alive(Message, frozen=True):
     """Supervisor to coordinator, first on the connection: what runs already."""
 
     processes: dict[str, int]
 
 
-class Exited(Message):
+class Exited(Message, frozen=True):
     """Supervisor to coordinator. Negative codes are signals."""
 
     key: str
@@ -323,7 +323,7 @@ class Exited(Message):
     code: int
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """Coordinator to supervisor: `dovetail cluster down`."""
 
 
