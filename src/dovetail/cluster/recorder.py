@@ -165,11 +165,12 @@ def read(home: str | Path, *, policy: str = "cluster") -> Schedule:
             start = open_leases[key].start if key in open_leases else t.start
             open_leases[key] = Held(job=t.job, device=t.device, start=start, stop=t.stop)
     held_all = [*leases, *open_leases.values()]
-    origin = min((x.start for x in (*tasks, *held_all)), default=0.0)
+    both: list[Ran | Held] = [*tasks, *held_all]
+    origin = min((x.start for x in both), default=0.0)
     return Schedule(
         policy=policy,
         source="measured",
-        devices=1 + max((x.device for x in (*tasks, *held_all)), default=0),
+        devices=1 + max((x.device for x in both), default=0),
         leases=tuple(
             Lease(job=h.job, devices=(h.device,), start=h.start - origin, stop=h.stop - origin)
             for h in sorted(held_all, key=lambda h: (h.start, h.device))

@@ -64,9 +64,9 @@ class Tenants:
 
     def chores(self) -> None:
         self._recorder.flush()
-        for holder in [*self.residents, *self.ranks.values()]:
-            if holder.log is not None:
-                holder.log.trim()
+        for log in [*(r.log for r in list(self.residents)), *(r.log for r in list(self.ranks.values()))]:
+            if log is not None:
+                log.trim()
 
     # -- listening --
 
