@@ -126,8 +126,8 @@ def submit(
         raise typer.BadParameter("expected one of --foreground and --background, got both")
     if arguments and not gang:
         raise typer.BadParameter(f"no such option or argument: {arguments[0]} (scripts with arguments: --gang N)")
-    options = {"workers": workers, "steps": steps, "batch": batch, "seed": seed, "spb": spb}
-    options = {k: v for k, v in options.items() if v is not None}
+    given = {"workers": workers, "steps": steps, "batch": batch, "seed": seed, "spb": spb}
+    options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     if options and gang:
         raise typer.BadParameter(f"--{next(iter(options))}: not for gangs; a script's own options follow after --")
     if task_timeout is not None:

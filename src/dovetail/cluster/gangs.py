@@ -12,8 +12,7 @@ from .engine import Device
 from .fleet import Executor
 from .home import Home
 from .live import Live
-from .messages import StartRank
-from .placement import Rank
+from .messages import Rank, StartRank
 
 SETTLED = 2.0
 """Seconds after an executor's Hello in which it says what it has kept for the coordinator."""

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import uvicorn
 
@@ -72,7 +73,10 @@ async def run(home: Home, settings: Settings, control: socket.socket, http: sock
     )  # fmt: skip
 
     async def work() -> None:
-        await coordinator.open()
+        try:
+            await coordinator.open()
+        except Error as e:
+            _wrong_settings(e)
         await peers.serve(control, home.key(), Hearing(coordinator))
         note(f"{len(coordinator.executors)} devices, {len(coordinator.jobs)} jobs")
         await asyncio.gather(
@@ -81,7 +85,7 @@ async def run(home: Home, settings: Settings, control: socket.socket, http: sock
 
     tasks.append(asyncio.create_task(work()))
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    failures = [t.exception() for t in done if not t.cancelled() and t.exception() is not None]
+    failures = [e for t in done if not t.cancelled() and (e := t.exception()) is not None]
     coordinator.save()
     store.close()
     if os.getppid() != parent:  # nobody else is left to do it
@@ -89,16 +93,22 @@ async def run(home: Home, settings: Settings, control: socket.socket, http: sock
         for name in ("supervisor.sock", "address.json"):
             (home.path / name).unlink(missing_ok=True)
     for failure in failures:
-        if isinstance(failure, SupervisorGone):
-            continue
-        assert failure is not None
-        raise failure
+        if not isinstance(failure, SupervisorGone):
+            traceback.print_exception(failure)
+            os._exit(1)
+    os._exit(0)  # nothing is left to be told, and nobody is waited for
 
 
 async def _hear_exits(coordinator: Coordinator) -> None:
     while True:
         for end in await coordinator.engine.exits():
             coordinator.exited(end)
+
+
+def _wrong_settings(error: Error) -> NoReturn:
+    """Another start would end the same way: the supervisor gives up, and `up` tells this line."""
+    print(f"dovetail: {error}", file=sys.stderr, flush=True)
+    os._exit(WRONG_SETTINGS)
 
 
 def main() -> None:
@@ -113,12 +123,10 @@ def main() -> None:
             sock.set_inheritable(False)
         asyncio.run(run(home, settings, control, http, parent))
     except Error as e:
-        print(f"dovetail: {e}", file=sys.stderr, flush=True)
-        os._exit(WRONG_SETTINGS)
+        _wrong_settings(e)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)
 
 
 if __name__ == "__main__":

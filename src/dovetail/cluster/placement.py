@@ -89,9 +89,9 @@ class Floor:
     def allowed(self, job: Live, ready: Collection[int]) -> Mask:
         mask: Mask = np.zeros(len(self.books.exists), dtype=np.bool_)
         mask[[self.slot[d] for d in ready]] = True
-        if job.background:
-            return mask
-        return mask & ((self._firm if job.firm else self._closed) == 0)
+        if not job.background:
+            mask &= (self._firm if job.firm else self._closed) == 0
+        return mask
 
     def find(self, job: Live, ready: Collection[int]) -> list[int] | None:
         """Devices for the job now, or None."""
