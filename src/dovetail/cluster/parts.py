@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from dovetail.core.errors import Error
 
@@ -184,7 +184,8 @@ class Samples:
         seed_everything(mixed(job.seed, 0, 2))
         with blaming("data"):
             self._data = job.data()
-        if not (hasattr(self._data, "__len__") and hasattr(self._data, "__getitem__")):
+        lacks = not (hasattr(self._data, "__len__") and hasattr(self._data, "__getitem__"))
+        if lacks or isinstance(self._data, IterableDataset):
             raise JobError(
                 f"data: expected a dataset with len() and [index], {type(self._data).__name__} lacks one of them"
             )
