@@ -40,6 +40,8 @@ STOP_GRACE = 10.0
 """Seconds in which the tasks of the present iteration may still end after Stop; it is done again otherwise."""
 TASK_GRACE = 30.0
 """Seconds beyond a task's time-out after which its executor counts as lost: the coordinator acts before."""
+TASK_TIMEOUT = 120.0
+"""Seconds after which a task counts as endless, unless the submission says otherwise."""
 LOADING = 300.0
 """Seconds for the job's own model, data and first trials."""
 FAREWELL = 600.0
@@ -107,7 +109,7 @@ class Aggregator:
 
     def _load(self) -> None:
         options = submission(self.folder)
-        self.timeout = options.task_timeout
+        self.timeout = options.task_timeout or TASK_TIMEOUT
         checkpoint.tidy(self.folder)
         with limited(max(LOADING, self.timeout), "loading the job"):
             self.spec = jobs.load(self.folder / "job.py", options)
