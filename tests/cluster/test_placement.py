@@ -249,9 +249,9 @@ def test_a_crowded_job_moves_to_a_freed_device() -> None:
     jobs = [live(n) for n in (1, 2, 3)]
     admit(floor, jobs)
     [single] = [j for j in jobs if len(floor.books.residents[floor.slot[j.devices[0]]]) == 1]
-    assert floor.better(jobs, {0, 1}) is None
+    assert floor.better(jobs, {0, 1}, now=99.0) is None
     floor.free(single)
     left = [j for j in jobs if j is not single]
-    found = floor.better(left, {0, 1})
+    found = floor.better(left, {0, 1}, now=99.0)
     assert found is not None and found[1] == list(single.devices)
-    assert floor.better(left, {0}) is None  # not while a device is away
+    assert floor.better(left, {0}, now=99.0) is None  # not while a device is away

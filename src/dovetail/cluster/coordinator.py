@@ -9,6 +9,7 @@ where it was: it reads the store, asks the engine what runs, and hears from exec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Coroutine
@@ -22,11 +23,12 @@ from .engine import Device, Engine, Exit
 from .fleet import Executor
 from .home import Home, Settings, sweep_arenas
 from .live import Live, from_row, shape_now
-from .messages import Stop
+from .messages import Shutdown, Stop
 from .peers import Link, note
 from .placement import Floor, place
 from .store import ENDED, Row, State, Store
 from .submission import Submission
+from .wire import Connection, Lost
 
 PREPARE_LIMIT = 300.0
 """Seconds for an aggregator to load its job."""
@@ -58,6 +60,7 @@ class Coordinator:
         """Takes over what runs, and starts what should."""
         alive = await self.engine.open()
         devices = await self.engine.devices()
+        self.control = (getattr(self.engine, "host", self.control[0]), self.control[1])
         now = time.monotonic()
         self.most = len(devices)
         self.floor = Floor(devices, self.policy)
@@ -95,6 +98,22 @@ class Coordinator:
                 else:
                     self.move(job, "queued" if job.is_gang else "preparing")
         return keys
+
+    def grow(self, devices: list[Device]) -> None:
+        """Machines have joined: their devices, besides those there are."""
+        new = [d for d in devices if d.index not in self.executors]
+        if not new or self.floor is None:
+            return
+        self.floor = Floor([*self.floor.devices.values(), *new], self.policy)
+        self.most = len(self.floor.devices)
+        for job in self.jobs.values():
+            if job.devices:
+                booked = self.floor.book(job, job.devices)
+                assert booked, "it had room"
+            elif job.described is not None:
+                job.standing.shape = shape_now(job.described, job.progress, job.gang, most=self.most)
+        self._adopt_executors(new, {}, time.monotonic())
+        self.kick()
 
     def start_executor(self, e: Executor, now: float) -> None:
         e.process, e.started, e.deadline = True, now, now + fleet.HELLO_LIMIT
@@ -173,6 +192,10 @@ class Coordinator:
             await asyncio.sleep(0.02)
         self.save()
         await self.engine.close(stop=True)
+        with contextlib.suppress(OSError, Lost):  # whose supervisor runs nothing but this process
+            supervisor = Connection(self.home.connect())
+            supervisor.send(Shutdown())
+            supervisor.close()
 
     # -- a job's life --
 

@@ -15,7 +15,7 @@ from .messages import Grant, StartRank
 from .placement import admissions, place, to_prepare
 
 Wanted = dict[int, dict[Key, Grant | StartRank | None]]
-_TOGETHER = 0.005  # seconds: what comes at once is decided together
+_TOGETHER = 0.01  # seconds: what comes at once is decided together
 
 
 async def decide_forever(c: Coordinator) -> None:
@@ -37,17 +37,18 @@ def decide(c: Coordinator) -> None:
     """One pass: aggregators for who needs one, devices for who fits, and everybody is told."""
     assert c.floor is not None, "there are devices"
     now, waiting = time.monotonic(), queue(c)
-    again = [j for j in c.jobs.values() if j.devices and not (j.is_gang or j.process or j.leaving)]
-    for job in [j for j in again if j.not_before <= now] + to_prepare(waiting, now=now, most=c.settings.prepare):
-        c.prepare(job)
     may = {j.id for j in waiting if j.not_before <= now and (j.is_gang or j.linked)}
     for job in admissions(c.floor, waiting, c.ready(), may=may):
         if job.is_gang:
             job.epoch += 1
             folders.write(c.home, job.id, c.store.submission(job.id))
         c.store.lease(job.id, job.devices, epoch=job.epoch)
-        job.state = "running"
-    if not waiting and (found := c.floor.better(c.jobs.values(), c.ready())):
+        job.state, job.moved = "running", now
+    waiting = [j for j in waiting if not j.devices]
+    again = [j for j in c.jobs.values() if j.devices and not (j.is_gang or j.process or j.leaving)]
+    for job in [j for j in again if j.not_before <= now] + to_prepare(waiting, now=now, most=c.settings.prepare):
+        c.prepare(job)
+    if not waiting and (found := c.floor.better(c.jobs.values(), c.ready(), now=now)):
         shift(c, *found)
     sync(c)
 
@@ -58,7 +59,7 @@ def shift(c: Coordinator, job: Live, devices: list[int]) -> None:
     c.floor.free(job)
     fits = c.floor.book(job, devices)
     assert fits, "room was found"
-    job.devices = tuple(devices)
+    job.devices, job.moved = tuple(devices), time.monotonic()
     c.store.lease(job.id, devices)
 
 

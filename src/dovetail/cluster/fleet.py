@@ -89,7 +89,7 @@ class Executor:
         at, busy, idle = self.window
         total = sum(beat.busy.values())
         if now - at >= 4.0:
-            spent, waited = total - busy, beat.idle - idle
+            spent, waited = max(0.0, total - busy), max(0.0, beat.idle - idle)  # jobs that left are forgotten
             self.utilization = spent / (spent + waited) if spent + waited > 0 else 0.0
             self.window = (now, total, beat.idle)
         return gained

@@ -89,6 +89,9 @@ async def run(home: Home, settings: Settings, control: socket.socket, http: sock
     coordinator.save()
     store.close()
     if os.getppid() != parent:  # nobody else is left to do it
+        if settings.engine != "local":
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(coordinator.engine.close(stop=True), 10.0)
         sweep_arenas(home.path)
         for name in ("supervisor.sock", "address.json"):
             (home.path / name).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import msgspec
 from . import fleet, strikes
 from .coordinator import Coordinator
 from .live import Live, shape_now
-from .messages import Beat, Described, Failed, Finished, Hello, Message, Progress, RankEnded, Stop
+from .messages import Beat, Described, Failed, Finished, Hello, Message, Progress, RankEnded, Revoke, Stop
 from .peers import Link, note
 
 _WORTH_BOOKING = 0.05  # change of duty
@@ -84,7 +84,7 @@ class Hearing:
             c.end(job, "finished", "")
             link.close()  # it waits for that: the end is on disk
         elif isinstance(message, Failed):
-            self._failed(job, message, hello)
+            self._failed(job, message, hello, link)
             if hello.role == "aggregator":
                 link.close()
         elif isinstance(message, RankEnded):
@@ -118,13 +118,14 @@ class Hearing:
             assert fits, "its memory has not changed"
             c.kick()
 
-    def _failed(self, job: Live, failed: Failed, hello: Hello) -> None:
+    def _failed(self, job: Live, failed: Failed, hello: Hello, link: Link) -> None:
         c = self._c
         if failed.fatal:
             c.end(job, "failed", failed.reason)
             return
         if hello.role == "executor":
-            c.executors[hello.device].granted.pop((job.id, job.epoch), None)  # it has let go of the job
+            link.send(Revoke(job=failed.job, epoch=failed.epoch))  # it is granted anew after the pause
+            c.executors[hello.device].granted.pop((job.id, job.epoch), None)
         else:
             job.blamed, job.linked, job.deadline = job.epoch, False, time.monotonic() + 2.0  # it is about to end
         c.strike(job, failed.reason)

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import socket
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from dovetail.core.store import write_text
 
 VARIABLE = "DOVETAIL_HOME"
 SHARED_MEMORY = Path("/dev/shm")
+_FLOCK = struct.Struct("@hhqqi4x")  # Linux's struct flock: type, whence, start, length, process
 
 
 def default_home() -> Path:
@@ -161,25 +163,20 @@ class Home:
         except OSError:
             os.close(handle)
             return None
-        os.ftruncate(handle, 0)
-        os.write(handle, str(os.getpid()).encode())
         return handle
 
     def supervisor(self) -> int | None:
         """The process id of the supervisor, None if none runs."""
-        path = self.path / "supervisor.lock"
         try:
-            handle = os.open(path, os.O_RDWR)
+            handle = os.open(self.path / "supervisor.lock", os.O_RDONLY)
         except OSError:
             return None
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            text = os.pread(handle, 32, 0)
-            return int(text) if text.isdigit() else 0
+        try:  # asks who would be in the way; taking the lock to see would be in the way itself
+            asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
         finally:
             os.close(handle)
-        return None
+        return None if kind == fcntl.F_UNLCK else int(pid)
 
     # -- the supervisor's socket --
 

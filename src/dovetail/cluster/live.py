@@ -50,6 +50,8 @@ class Live:
     node: str = ""
     deadline: float = float("inf")
     """time.monotonic() by which it must have described itself, or have ended."""
+    moved: float = 0.0
+    """time.monotonic() of its last change of devices."""
     not_before: float = 0.0
     """time.monotonic() of the next try after a strike."""
     leaving: Literal["", "paused", "queued"] = ""

@@ -36,7 +36,6 @@ def up(
     engine: str = "local",
     host: str = "127.0.0.1",
     port: int = 0,
-    control_host: str = "127.0.0.1",
     token_file: Path | None = None,
     prepare: int = 16,
     timeout: float = 60.0,
@@ -70,21 +69,26 @@ def up(
     where.write_settings(
         Settings(
             devices=devices, emulated=emulated, device_bytes=device_bytes, policy=policy, host=host, port=port,
-            engine="ray" if engine == "ray" else "local", control_host=control_host, prepare=prepare,
+            engine="ray" if engine == "ray" else "local", prepare=prepare,
+            control_host="0.0.0.0" if engine == "ray" else "127.0.0.1",
             token_file=str(token_file.absolute()) if token_file else "",
         )
     )  # fmt: skip
+    said = {path: path.stat().st_size for path in where.logs.glob("*.log")}
     with (where.logs / "supervisor.log").open("ab") as log:
         subprocess.run(
             [sys.executable, "-m", "dovetail.cluster.supervisor", str(where.path)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=roles.scrubbed(os.environ), cwd=where.path,
             check=True, timeout=timeout,
         )  # fmt: skip
-    return _wait(where, timeout), False
+    return _wait(where, timeout, said), False
 
 
-def _wait(home: Home, timeout: float) -> Address:
-    """Until the API answers and every device is ready; an Error with the reason if the supervisor ends before."""
+def _wait(home: Home, timeout: float, said: dict[Path, int] | None = None) -> Address:
+    """Until the API answers and every device is ready; an Error with the reason if the supervisor ends before.
+
+    `said`: how long the logs were before.
+    """
     limit, seen = time.monotonic() + timeout, False
     while time.monotonic() < limit:
         address = home.address()
@@ -96,16 +100,16 @@ def _wait(home: Home, timeout: float) -> Address:
         running = home.supervisor() is not None
         seen = seen or running
         if not running and (seen or time.monotonic() > limit - timeout + 2.0):
-            raise Error(f"the cluster did not start: {_last_words(home)}")
+            raise Error(f"the cluster did not start: {_last_words(home, said or {})}")
         time.sleep(0.01)
     raise Error(f"the cluster is not ready after {timeout:g} s; see {home.logs}")
 
 
-def _last_words(home: Home) -> str:
-    for name in ("coordinator.log", "supervisor.log"):
+def _last_words(home: Home, said: dict[Path, int]) -> str:
+    for path in (home.logs / "coordinator.log", home.logs / "supervisor.log"):
         with contextlib.suppress(OSError):
-            lines = (home.logs / name).read_text(encoding="utf-8", errors="replace").splitlines()
-            told = [line for line in lines[-20:] if line.startswith("dovetail: ")]
+            lines = path.read_bytes()[said.get(path, 0) :].decode("utf-8", "replace").splitlines()
+            told = [line for line in lines if line.startswith("dovetail: ")]
             if told:
                 return told[-1].removeprefix("dovetail: ")
     return f"see {home.logs}"

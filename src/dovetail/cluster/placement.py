@@ -20,6 +20,8 @@ from .engine import Device
 from .live import Live
 
 Place = tuple[bool, Rank]
+RESTED = 10.0
+"""Seconds from one change of devices to the next, of a job that could be less crowded elsewhere."""
 
 
 def place(policy: Policy, job: Live) -> Place:
@@ -112,14 +114,14 @@ class Floor:
         kept = "other jobs" if job.firm else "jobs of promised speed"
         return f"promise: {have} devices are free of {kept}, it needs {job.shape.width}"
 
-    def better(self, running: Iterable[Live], ready: Collection[int]) -> tuple[Live, list[int]] | None:
-        """A job that would be less crowded elsewhere, and where; None if nobody gains much."""
+    def better(self, running: Iterable[Live], ready: Collection[int], *, now: float) -> tuple[Live, list[int]] | None:
+        """A job that would be less crowded elsewhere, and where; None if nobody gains much, or all have just moved."""
         if not self.policy.repack or len(ready) < len(self.devices):
             return None
         jobs = {j.id: j for j in running}
         for key in crowded(self.books)[:4]:
             job = jobs.get(key)
-            if job is None or job.firm or self._closed.any():
+            if job is None or job.firm or self._closed.any() or now - job.moved < RESTED:
                 continue
             slots = relocate(self.books, key, self.rules)
             if slots is not None:

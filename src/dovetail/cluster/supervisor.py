@@ -154,7 +154,7 @@ class Supervisor:
         for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        name = message.key.split(".")[0].replace(" ", "-")
+        name = message.key.replace(" ", "-") if message.role == "executor" else "aggregators"
         log = os.open(self.home.logs / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -30,8 +30,9 @@ async def watch_forever(c: Coordinator) -> None:
             if c.policy.order != "fifo":
                 deciding.sync(c)  # ranks move with time
         if ticks % _EVERY_FIVE == 0:
-            running = [c.home.job(j.id) / "log.txt" for j in c.jobs.values() if j.devices]
-            folders.bound([*c.home.logs.glob("*.log"), *running])
+            folders.bound(c.home.logs.glob("*.log"))
+            if c.engine.name != "local":
+                c.grow(await c.engine.devices())
 
 
 def executors(c: Coordinator, now: float) -> None:
