@@ -57,6 +57,7 @@ def up(
     policy: Annotated[str, typer.Option(metavar="NAME", help="jigsaw, gang-fifo-backfill, …")] = "jigsaw",
     memory: Annotated[float, typer.Option(min=0.0, help="GiB of a device; default: what there is.")] = 0.0,
     engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this machine; ray: a Ray cluster.")] = "local",
+    ray: Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray's address; auto: this machine's Ray.")] = "auto",
     host: Annotated[str, typer.Option(help="Where the API listens; not loopback: needs --token-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
     token_file: Annotated[
@@ -73,7 +74,7 @@ def up(
     start = time.monotonic()
     address, ran = local.up(
         home, devices=devices, emulated=emulated, policy=policy, device_bytes=int(memory * 2**30), engine=engine,
-        host=host, port=port, token_file=token_file,
+        ray=ray, host=host, port=port, token_file=token_file,
     )  # fmt: skip
     took = time.monotonic() - start
     status = _client(home, "", None).status(jobs=False)

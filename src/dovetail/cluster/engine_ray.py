@@ -73,10 +73,10 @@ class RayEngine:
 
     name = "ray"
 
-    def __init__(self, home: Home, settings: Settings, *, address: str = "auto") -> None:
+    def __init__(self, home: Home, settings: Settings) -> None:
         if importlib.util.find_spec("ray") is None:
             raise Error("the ray engine needs Ray: pip install 'ray>=2.50'")
-        self.home, self.address, self.cluster = home.path, address, cluster_id(home.path)
+        self.home, self.address, self.cluster = home.path, settings.ray, cluster_id(home.path)
         self.emulated, self.device_bytes = settings.emulated, settings.device_bytes
         self.host = "127.0.0.1"
         """This machine's address as the others see it, known after `open`: where the coordinator should listen."""
@@ -170,7 +170,6 @@ class RayEngine:
             resources = node["Resources"]
             alive[name] = int(resources.get(RESOURCE, resources.get("CPU", 0)))
             self._nodes[name] = node["NodeID"]
-        # A head with no devices of its own is a node like any other.
         fresh = [name for name in alive if name not in known]
         if fresh:
             known |= {name: alive[name] for name in fresh}
@@ -190,11 +189,15 @@ class RayEngine:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        if node and node not in self._nodes:
-            self._devices()
-        # Without a wish, here: aggregators of a lost head could not be reached by anybody anyway.
-        chosen = self._nodes[node] if node in self._nodes else ray.get_runtime_context().get_node_id()
-        needs = {RESOURCE: 1} if role == "executor" and self._offers(chosen) else {}
+        # Without a wish, here: with this machine the coordinator would be lost too.
+        alive = {n["NodeID"]: n["Resources"] for n in ray.nodes() if n["Alive"]}
+        chosen = self._nodes.get(node, "") if node else ray.get_runtime_context().get_node_id()
+        if chosen not in alive:
+            raise Error(f"{key}: its machine {node} is gone")
+        if role == "aggregator":
+            node = next((name for name, number in self._nodes.items() if number == chosen), "")
+            settings = {**settings, "node": node}
+        needs = {RESOURCE: 1} if role == "executor" and RESOURCE in alive[chosen] else {}
         handle = (
             ray.remote(Warden)
             .options(
@@ -208,11 +211,6 @@ class RayEngine:
             .remote(role, settings, str(self.home), secret, self.cluster)
         )
         return handle, node
-
-    def _offers(self, node_id: str) -> bool:
-        import ray
-
-        return any(RESOURCE in n["Resources"] for n in ray.nodes() if n["NodeID"] == node_id)
 
     def _adopt(self, key: str, handle: Any, node: str) -> None:
         self._wardens[key], self._where[key] = handle, node

@@ -42,6 +42,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 * 2**30
     policy: str = "jigsaw"
     engine: Literal["local", "ray"] = "local"
+    ray: str = "auto"
+    """Ray's address, for its engine."""
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     control_host: str = "127.0.0.1"

@@ -34,6 +34,7 @@ def up(
     policy: str = "jigsaw",
     device_bytes: int = 0,
     engine: str = "local",
+    ray: str = "auto",
     host: str = "127.0.0.1",
     port: int = 0,
     token_file: Path | None = None,
@@ -69,7 +70,7 @@ def up(
     where.write_settings(
         Settings(
             devices=devices, emulated=emulated, device_bytes=device_bytes, policy=policy, host=host, port=port,
-            engine="ray" if engine == "ray" else "local", prepare=prepare,
+            engine="ray" if engine == "ray" else "local", ray=ray, prepare=prepare,
             control_host="0.0.0.0" if engine == "ray" else "127.0.0.1",
             token_file=str(token_file.absolute()) if token_file else "",
         )
