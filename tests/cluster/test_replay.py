@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from dovetail.cluster.home import Home, Settings
 from dovetail.cluster.messages import Described
 from dovetail.cluster.recorder import Clock, Held, Ran
 from dovetail.cluster.replay import play, read, replay
+from dovetail.cluster.replaying import replay as run
 from dovetail.cluster.store import Store
 from dovetail.cluster.submission import Submission
 from dovetail.core.errors import Error
@@ -153,3 +155,13 @@ def test_nothing_to_play_is_one_line(tmp_path: Path) -> None:
     Store(home.database).close()
     with pytest.raises(Error, match="expected jobs that have ended and recorded tasks"):
         replay(tmp_path)
+
+
+def test_the_command_prints_measured_and_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    makespan = recorded(tmp_path, jobs(), "jigsaw")
+    run(policy="gang-fifo-backfill", since=0.0, home=tmp_path, json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["measured"] == pytest.approx(makespan, abs=1e-3) and told["emulated"]
+    assert list(told["predicted"]) == ["jigsaw", "gang-fifo-backfill"]
+    run(policy="", since=0.0, home=tmp_path, json=False)
+    assert "8 jobs on 4 emulated devices under jigsaw" in capsys.readouterr().out

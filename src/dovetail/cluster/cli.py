@@ -15,6 +15,8 @@ import typer
 
 from dovetail.core.errors import InputError
 
+from .replaying import replay
+
 if TYPE_CHECKING:
     from .client import Client
 
@@ -265,3 +267,4 @@ for _verb, _past, _help in (
     ("resume", "in the queue again", "Let a paused job go on from its checkpoint."),
 ):
     app.command(_verb, help=_help)(_change(_verb, _past))
+app.command()(replay)
