@@ -28,6 +28,7 @@ class Actor:
         self.heard: list[m.Message] = []
         self.writer: asyncio.StreamWriter | None = None
         self.connections = 0
+        self.leaves = False  # with its connection
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
@@ -44,6 +45,9 @@ class Actor:
                         self.obey(message)
                 finally:
                     self.writer.close()
+            if self.leaves:
+                self.die(1)
+                return
             await asyncio.sleep(0.01)
 
     def say(self, message: m.Message) -> None:
@@ -116,9 +120,7 @@ class Aggregator(Actor):
         hello = m.Hello(
             key=self.said_key, role="aggregator", pid=1, node="n", job=job, epoch=epoch, address=("127.0.0.1", 9)
         )
-        if int(job) in self.engine.silent:
-            return [hello]
-        return [hello, self.engine.describe(int(job), epoch)]
+        return [hello, self.engine.describe(int(job), epoch)] if job.isdigit() else [hello]
 
     def obey(self, message: m.Message) -> None:
         if isinstance(message, m.Stop):
@@ -129,9 +131,11 @@ class Aggregator(Actor):
         self.say(m.Progress(job=job, epoch=epoch, iteration=iteration, loss=1.0, checkpoint=checkpoint, **fields))
 
     def finish(self) -> None:
+        self.leaves = True
         self.say(m.Finished(job=self.settings["job"], epoch=self.settings["epoch"], iteration=10, loss=0.5))
 
     def fail(self, reason: str, *, fatal: bool = False) -> None:
+        self.leaves = True
         self.say(m.Failed(job=self.settings["job"], epoch=self.settings["epoch"], reason=reason, fatal=fatal))
 
 
@@ -146,7 +150,6 @@ class ActedEngine:
         self.ended: asyncio.Queue[Exit] = asyncio.Queue()
         self.started: list[str] = []
         self.workers: dict[int, int] = {}
-        self.silent: set[int] = set()
         self.broken: set[str] = set()
         self.key = ""
         self.stopped = False

@@ -114,8 +114,9 @@ def test_what_died_while_the_coordinator_was_dead_is_started_again(tmp_path: Pat
 
 def test_after_everything_was_killed_jobs_go_on_on_their_devices(tmp_path: Path) -> None:
     async def scene(s: Stage) -> None:
-        running, waiting = s.submit(workers=2), s.submit(share="foreground", workers=2)
+        running = s.submit(workers=2)
         await s.running(running)
+        waiting = s.submit(share="foreground", workers=2)
         await s.until(lambda: s.live(waiting).linked)
         place = s.live(running).devices
         await s.kill()

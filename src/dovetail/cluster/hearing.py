@@ -38,7 +38,7 @@ class Hearing:
 
     def _aggregator(self, hello: Hello, link: Link) -> str:
         job = self._c.jobs.get(int(hello.job)) if hello.job.isdigit() else None
-        if job is None or hello.epoch != job.epoch or not job.process:
+        if job is None or hello.epoch != job.epoch or not job.process or job.blamed == job.epoch:
             return f"job {hello.job} is not in epoch {hello.epoch}"
         if job.id in self._c.links:
             self._c.links[job.id].close()

@@ -60,7 +60,7 @@ def pause(record: Record) -> float:
     """Seconds before the next try."""
     if not record.strikes:
         return 0.0
-    return min(FIRST_PAUSE * 2 ** (len(record.strikes) - 1), LONGEST_PAUSE)
+    return min(FIRST_PAUSE * 2.0 ** (len(record.strikes) - 1), LONGEST_PAUSE)
 
 
 def death(what: str, code: int) -> tuple[str, float]:
