@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from dovetail.core.errors import Error
 
-from . import deciding, folders, report
+from . import deciding, fleet, folders, report
 from .coordinator import Coordinator
 from .store import STATES
 from .submission import MOST_BODY, Submission, decode, explain
@@ -96,7 +96,7 @@ def make_app(c: Coordinator, *, token: str = "") -> FastAPI:
         return answer(
             why(
                 found, c.jobs, deciding.queue(c), c.floor, c.ready(), c.policy, now=time.monotonic(),
-                delay=report.delayed(c, found),
+                delay=fleet.delayed(found, c.executors),
             )
         )  # fmt: skip
 

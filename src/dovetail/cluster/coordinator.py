@@ -236,7 +236,8 @@ class Coordinator:
         self.kick()
 
     def end(self, job: Live, state: State, reason: str) -> None:
-        at = {"iteration": job.iteration, "loss": finite(job.loss), "checkpoint": job.checkpoint}
+        at: dict[str, Any] = {"iteration": job.iteration, "loss": finite(job.loss), "checkpoint": job.checkpoint}
+        at["slowdown"] = finite(fleet.slowdown(job, self.executors))
         self.store.move(job.id, state, reason=reason, **at)
         if reason:
             folders.log(self.home, job.id, f"{state}: {reason}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .engine import Device
 from .home import Home
+from .live import Live
 from .messages import Beat, Grant, Hello, Revoke, StartRank
 from .peers import Link
 
@@ -121,6 +122,17 @@ def forget_running(home: Home, device: int) -> None:
     """Before an executor is started again: what its predecessor ran is no longer its fault."""
     with contextlib.suppress(OSError):
         home.running_file(device).unlink()
+
+
+def delayed(job: Live, executors: Mapping[int, Executor]) -> float | None:
+    """What background work has cost a foreground job, by its executors' own measure: the worst of them."""
+    told = [executors[d].beat.slowdown.get(str(job.id)) for d in job.devices if d in executors]
+    return max((s for s in told if s is not None), default=None)
+
+
+def slowdown(job: Live, executors: Mapping[int, Executor]) -> float | None:
+    """Of a foreground job what is promised, of others against devices of their own; None while unknown."""
+    return delayed(job, executors) if job.share == "foreground" else job.slowdown
 
 
 def late(executors: Iterable[Executor], now: float) -> list[Executor]:

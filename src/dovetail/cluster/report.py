@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+
 from dovetail.core.store import MOST_BYTES
 
-from . import deciding
+from . import deciding, fleet
 from .coordinator import Coordinator, finite
 from .live import Live
+from .messages import Described
 from .store import Row
 
 RECENT = 50
@@ -26,13 +29,14 @@ def row(r: Row) -> dict[str, Any]:
         "state": r.state,
         "reason": r.reason,
         "iteration": r.iteration,
-        "iterations": r.options.steps or 0,
+        "iterations": msgspec.json.decode(r.described, type=Described).iterations if r.described else 0,
         "loss": r.loss,
         "submitted": r.submitted,
         "started": r.started,
         "ended": r.ended,
         "epoch": r.epoch,
         "checkpoint": r.checkpoint,
+        "slowdown": r.slowdown,
     }
 
 
@@ -57,16 +61,10 @@ def live(c: Coordinator, job: Live) -> dict[str, Any]:
         "devices": list(job.devices),
         "iteration_seconds": speed,
         "duty": round(job.shape.duty, 4),
-        "slowdown": delayed(c, job) if job.share == "foreground" else job.slowdown,
+        "slowdown": fleet.slowdown(job, c.executors),
         "bound": job.bound if job.share == "foreground" else None,
         "strikes": len(job.record.strikes),
     }
-
-
-def delayed(c: Coordinator, job: Live) -> float | None:
-    """What background work has cost a foreground job, by its executors' own measure: the worst of them."""
-    told = [e.beat.slowdown.get(str(job.id)) for d in job.devices if (e := c.executors.get(d)) is not None]
-    return max((s for s in told if s is not None), default=None)
 
 
 def one(c: Coordinator, number: int) -> dict[str, Any]:

@@ -42,7 +42,8 @@ CREATE TABLE jobs (
   share TEXT NOT NULL, bound REAL NOT NULL, gang INTEGER NOT NULL, options TEXT NOT NULL,
   state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', submitted REAL NOT NULL, started REAL, ended REAL,
   epoch INTEGER NOT NULL DEFAULT 0, iteration INTEGER NOT NULL DEFAULT 0, loss REAL,
-  checkpoint INTEGER NOT NULL DEFAULT 0, described TEXT NOT NULL DEFAULT '', strikes TEXT NOT NULL DEFAULT ''
+  checkpoint INTEGER NOT NULL DEFAULT 0, slowdown REAL,
+  described TEXT NOT NULL DEFAULT '', strikes TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX jobs_by_state ON jobs (state, id);
 CREATE TABLE submissions (job INTEGER PRIMARY KEY REFERENCES jobs (id), body BLOB NOT NULL);
@@ -77,6 +78,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     loss: float | None
     checkpoint: int
+    slowdown: float | None
+    """Of a job that has ended, when it last ran; None where unknown."""
     described: str
     """JSON of the last `messages.Described`; empty before the first."""
     strikes: str
