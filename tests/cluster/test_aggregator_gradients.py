@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import os
 import random
@@ -239,14 +240,22 @@ def test_a_loss_that_is_no_number_names_iteration_and_worker() -> None:
                 training.step(done, training.depths())
 
 
-@pytest.mark.parametrize(("kind", "spb"), [("cnn", "guard"), ("transformer", "balanced")])
-def test_a_training_restored_from_its_state_goes_on_with_the_same_bits(kind: str, spb: str) -> None:
-    import io
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.003, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.001, momentum=0.5),
+}
 
+
+@pytest.mark.parametrize(
+    ("kind", "spb", "optimizer"),
+    [("cnn", "guard", "adamw"), ("skips", "balanced", "sgd"), ("tied", "off", "rmsprop")],
+)
+def test_a_training_restored_from_its_state_goes_on_with_the_same_bits(kind: str, spb: str, optimizer: str) -> None:
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
 
-    one = job(kind, spb, scheduler=scheduler)
+    one = job(kind, spb, scheduler=scheduler, optimizer=OPTIMIZERS[optimizer])
     states = []
     with opened(one) as (training, runners):
         plain = []

@@ -44,9 +44,9 @@ class Workshop:
         (folder / "submission.json").write_text(json.dumps({"options": options}), encoding="utf-8")
         return folder
 
-    def aggregator(self, job: str, epoch: int, desk: Desk) -> int:
+    def aggregator(self, job: str, epoch: int, desk: Desk, *, node: str = "") -> int:
         settings = {"home": str(self.home), "job": job, "epoch": epoch, "coordinator": desk.address}
-        return self._start("aggregator", {**settings, "key_file": str(self.home / "key")})
+        return self._start("aggregator", {**settings, "node": node, "key_file": str(self.home / "key")})
 
     def executor(self, hello: Hello, device: int, **manner: Any) -> int:
         """Serves the aggregator that said this Hello, until that ends. `manner`: see `execute`."""
@@ -163,7 +163,7 @@ def execute(
     `jitter`: waits up to so many seconds before claims and ends; `twice`: the share of tasks that it runs twice;
     `die_after`: dies by SIGKILL in the middle of its so-manieth task.
     """
-    from dovetail.cluster import jobs, task
+    from dovetail.cluster import channel, jobs, task
     from dovetail.cluster.starting import submission
 
     chance = random.Random(device + 1000 * epoch)
@@ -174,7 +174,11 @@ def execute(
         welcome = connection.receive(timeout=LIMIT)
         if not isinstance(welcome, Welcome):
             return
-        runner = task.open_runner(jobs.load(folder / "job.py", submission(folder)), welcome.memory, emulated=emulated)
+        through = None
+        if not welcome.memory:
+            through = channel.join(welcome.store, welcome.channel, local="127.0.0.1", timeout=LIMIT)
+        loaded = jobs.load(folder / "job.py", submission(folder))
+        runner = task.open_runner(loaded, welcome.memory, emulated=emulated, header=welcome.header, channel=through)
         count = 0
         while True:
             message = connection.receive(timeout=LIMIT)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import selectors
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -42,8 +43,8 @@ TASK_GRACE = 30.0
 """Seconds beyond a task's time-out after which its executor counts as lost: the coordinator acts before."""
 TASK_TIMEOUT = 120.0
 """Seconds after which a task counts as endless, unless the submission says otherwise."""
-LOADING = 300.0
-"""Seconds for the job's own model, data and first trials."""
+LOADING = 240.0
+"""Seconds for the job's own model, data and first trials; the coordinator waits a little longer."""
 FAREWELL = 600.0
 """Seconds for which an aggregator that is done waits for the coordinator to hear of it."""
 ANSWER = 5.0
@@ -122,7 +123,7 @@ class Aggregator:
         self.writer = checkpoint.Writer(self.folder)
         self.writer.done = training.iteration if state is not None else -1
         self.written_at = time.monotonic()
-        self.loss = 0.0
+        self.loss = self.losses.last
         self.release_at: float | None = time.monotonic()
         self.barrier_at = self.progress_at = self.look_at = 0.0
         self.off_device, self.iteration_seconds = self.spec.off_device, 0.0
@@ -168,8 +169,6 @@ class Aggregator:
             log.info("stopped after %d iterations", done)
             self._progress(time.monotonic())
             raise Ending
-        if not self.loss:
-            self.loss = (checkpoint.losses(self.folder) or [0.0])[-1]
         log.info("finished: %d iterations, loss %.6g", done, self.loss)
         self.training.arena.unlink()
         self.crew.close("the job is finished")
@@ -334,6 +333,7 @@ def main(*, home: Path, job: str, epoch: int, coordinator: tuple[str, int], key_
     handler = ToLog(folder / "log.txt")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    sys.setswitchinterval(0.0005)  # seconds: a claim does not wait for a checkpoint's thread
     coordinator = (str(coordinator[0]), int(coordinator[1]))
     aggregator = Aggregator(home=home, job=job, epoch=epoch, coordinator=coordinator, key=key, node=node)
     signal.signal(signal.SIGTERM, lambda *_: aggregator.stop())

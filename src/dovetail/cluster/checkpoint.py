@@ -133,11 +133,14 @@ class Losses:
         path = job_folder / "losses.jsonl"
         self._file = path.open("a+b")
         self._file.seek(0)
+        self.last = 0.0
+        """Of the newest line."""
         kept = 0
         for number, line in enumerate(self._file):
             if number >= iterations or not line.endswith(b"\n"):
                 break
             kept += len(line)
+            self.last = float(json.loads(line)["loss"])
         self._file.truncate(kept)
         self._file.seek(kept)
 

@@ -50,7 +50,10 @@ class Means:
             for one in self._plans[key]:
                 total = sum(samples[worker] for worker, _ in one.terms)
                 (first, gradient), *others = one.terms
-                one.into.copy_(gradient).mul_(samples[first] / total)
+                if gradient.dtype == one.into.dtype:
+                    torch.mul(gradient, samples[first] / total, out=one.into)
+                else:
+                    one.into.copy_(gradient).mul_(samples[first] / total)
                 for worker, gradient in others:
                     one.into.add_(gradient, alpha=samples[worker] / total)
             for dtype, narrow in self._narrow.items():

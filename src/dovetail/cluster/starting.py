@@ -88,7 +88,7 @@ class ToLog(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._log = Log(path)
-        self.setFormatter(logging.Formatter("%(asctime)s aggregator: %(message)s"))
+        self.setFormatter(logging.Formatter("%(asctime)s aggregator: %(message)s", "%Y-%m-%dT%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
         self._log.write((self.format(record) + "\n").encode())
