@@ -174,7 +174,7 @@ def test_a_poisoned_job_is_stopped_with_its_reason_and_hurts_nobody(
     number = submit(home, job_file("return (model.weight * float('nan')).sum()", name="nan"))
     endless = submit(home, job_file("while True: pass", name="endless"), "--task-timeout", "0.5")
     for job, expected in ((crash, "SIGSEGV"), (raises, "no such thing"), (number, "nan"), (endless, "0.5 s")):
-        until(lambda j=job: client.job(j)["state"] == "failed", 90.0)  # type: ignore[misc]
+        until(lambda j=job: client.job(j)["state"] == "failed", 150.0)  # type: ignore[misc]
         assert expected in client.job(job)["reason"].replace("NaN", "nan"), client.job(job)
     found = client.job(victim)
     assert found["state"] == "running" and found["epoch"] == 1 and found["strikes"] == 0

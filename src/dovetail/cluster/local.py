@@ -16,6 +16,7 @@ from . import roles
 from .client import Client, Unreachable
 from .home import Address, Home, Settings, default_home, sweep_arenas
 from .messages import Shutdown
+from .store import Store
 from .wire import Connection, Lost
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -63,6 +64,8 @@ def up(
         read_token(token_file)
     if where.supervisor() is not None:
         return _wait(where, timeout), True
+    if where.database.exists():
+        Store(where.database).close()  # fails now, rather than after the processes have started
     devices = devices or (8 if emulated else len(os.sched_getaffinity(0)))
     device_bytes = device_bytes or (16 * 2**30 if emulated else memory_bytes() * 4 // 5 // devices)
     where.create()

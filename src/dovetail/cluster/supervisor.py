@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -28,6 +29,7 @@ from .wire import Connection, Lost
 
 WRONG_SETTINGS = 78
 """Exit code of a coordinator that would end the same way again: it is not restarted."""
+_QUIET = 0.3  # seconds without a message after which there is time for more imports
 _LONGEST_PAUSE = 5.0  # seconds before a coordinator that keeps dying is started again
 
 
@@ -47,6 +49,8 @@ class Supervisor:
         self.pause = 0.1
         self.ending = False
         self.code = 0
+        self.warm = settings.engine != "local"
+        """Whether what only aggregators need has been imported."""
         self.wake, waker = socket.socketpair()
         for end in (self.wake, waker):
             end.setblocking(False)
@@ -75,7 +79,13 @@ class Supervisor:
         if waiting <= 0:
             self._start_coordinator()
             return
-        for key, _ in self.selector.select(timeout=waiting):
+        if self.children and not self.warm:  # the executors run, `up` has answered: now is the time
+            waiting = min(waiting, _QUIET)
+        ready = self.selector.select(timeout=waiting)
+        if not ready and self.children and not self.warm:
+            self.warm = True
+            _import_rest()
+        for key, _ in ready:
             if key.fileobj is self.wake:
                 with contextlib.suppress(BlockingIOError):
                     self.wake.recv(4096)
@@ -158,6 +168,7 @@ class Supervisor:
         log = os.open(self.home.logs / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash of a job's code is told, not dumped
         self.selector.close()
         os.closerange(3, 65536)
         os.chdir(self.home.path)
@@ -278,6 +289,18 @@ def _import_once() -> None:
             importlib.import_module(name)
         except ImportError:
             traceback.print_exc()  # the child will fail the same way and be reported
+    _freeze()
+
+
+def _import_rest() -> None:
+    """An optimiser's first use imports torch's compiler, for two seconds: here once, not in each aggregator."""
+    import torch
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()
+    _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
     threads = len(list(Path("/proc/self/task").iterdir()))
