@@ -48,7 +48,7 @@ lint: env
 
 bench: env
 	@mkdir -p out
-	@for name in merge overlap burst partial schedule fabric; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
+	@for name in merge overlap burst partial schedule fabric cluster; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
