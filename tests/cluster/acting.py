@@ -245,6 +245,22 @@ class Stage:
         wait(lambda: len(self.head.all(m.Hello)) > before, "an executor's Hello")
         return process
 
+    def cast(self, *roles: dict[str, Any]) -> list[int]:
+        """Real executors and aggregators, forked from one process that has imported torch; their process ids."""
+        common = {"home": str(self.home), "coordinator": self.head.address}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.acting", "cast", json.dumps([common | role for role in roles])],
+            env={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"},
+            cwd=self.home,
+            stdout=subprocess.PIPE,
+        )
+        self.processes.append(process)
+        assert process.stdout is not None
+        with process.stdout:
+            pids = json.loads(process.stdout.readline())
+        wait(lambda: len(self.head.all(m.Hello)) >= len(roles), "everybody's Hello", timeout=60)
+        return [int(pid) for pid in pids]
+
     def folder(self, job: str, **part: Any) -> Path:
         """A job's folder; `part` is what its tasks do (see `Player`)."""
         folder = self.home / "jobs" / job
@@ -327,15 +343,36 @@ def play(grant: m.Grant, welcome: m.Welcome, emulated: bool, local: str) -> Play
     return player
 
 
+def cast(roles: list[dict[str, Any]]) -> None:
+    """Forks every role and waits for all; they die with this process."""
+    import torch
+
+    from dovetail.cluster.roles import die_with_parent, run
+
+    torch.set_num_threads(1)
+    pids = []
+    for settings in roles:
+        role = settings.pop("role")
+        settings["key_file"] = settings["home"] + "/key"
+        if role == "executor":
+            settings = {"node": NODE, "kind": "emulated", "core": -1} | settings
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            os._exit(run(role, settings))
+        pids.append(pid)
+    os.write(1, json.dumps(pids).encode() + b"\n")
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "cast":
+        cast(json.loads(sys.argv[2]))
+        sys.exit()
     from dovetail.cluster.executor import main
 
     given = json.loads(sys.argv[1])
     given["coordinator"] = tuple(given["coordinator"])
     home = Path(given.pop("home"))
-    main(
-        **({"node": NODE, "kind": "emulated", "core": -1} | given),
-        home=home,
-        key_file=home / "key",
-        opener=play,
-    )
+    main(**({"node": NODE, "kind": "emulated", "core": -1} | given), home=home, key_file=home / "key", opener=play)

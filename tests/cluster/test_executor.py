@@ -69,7 +69,8 @@ def test_an_executor_that_joins_in_the_middle_takes_what_is_left_and_a_dead_ones
 ) -> None:
     with stage(tmp_path) as at:
         dying = at.executor(0)
-        job = at.aggregator("1", Acted(iterations=2, seconds=(0.05, 0.05, 0.05, 0.05, 0.05, 0.4)))
+        code = "import time\nwhile task.worker == 5 and not (player.folder / 'go').exists(): time.sleep(0.01)"
+        job = at.aggregator("1", Acted(iterations=2, seconds=(0.01, 0.01, 0.01, 0.01, 0.01, 0.02)), code=code)
         at.grant(job)
         wait(lambda: job.out, "the first task")
         at.executor(1)
@@ -77,6 +78,7 @@ def test_an_executor_that_joins_in_the_middle_takes_what_is_left_and_a_dead_ones
         wait(lambda: sum(map(len, job.done.values())) >= 2, "the second executor's tasks")
         assert 5 in job.out, "the first executor still has the long one"
         dying.kill()
+        (at.home / "jobs" / "1" / "go").touch()
         assert job.finished.wait(20)  # every task exactly once: see Aggregator._done
         assert {t.device for t in recorder.ran(at.home) if t.iteration == 0} <= {1}
 
@@ -137,10 +139,10 @@ def test_what_a_jobs_code_does_is_the_jobs_affair(tmp_path: Path) -> None:
     with stage(tmp_path) as at:
         process = at.executor()
         bad = {name: at.aggregator(str(10 + i), SHORT, code=code) for i, (name, code) in enumerate(BAD.items())}
-        rude = at.aggregator(
-            "20", SHORT, code="import sys, os; print('rude words'); sys.stdout.close(); os.close(2); sys.stdout = None"
-        )
-        words = "import sys; print('good words', flush=True); print('aside', file=sys.stderr)"
+        rudeness = """import sys, os, signal; print('rude words'); sys.stdout.close(); os.close(2); sys.stdout = None
+os.chdir("/"); signal.setitimer(signal.ITIMER_REAL, 0.05)"""
+        rude = at.aggregator("20", SHORT, code=rudeness)
+        words = "import sys, time; print('good words', flush=True); print('aside', file=sys.stderr); time.sleep(0.05)"
         good = at.aggregator("30", Acted(iterations=3), code=words)
         for i, aggregator in enumerate([*bad.values(), rude, good]):
             at.grant(aggregator, order=float(i))

@@ -60,7 +60,7 @@ class Executor:
     ) -> None:
         self.device, self.node, self.emulated = device, node, kind == "emulated"
         self.guard, self.ending = guard, False
-        self._key, self._opener, self._pid = key, opener, os.getpid()
+        self._key, self._opener, self._pid, self._folder = key, opener, os.getpid(), home
         self._ended_at, self._rested_at = time.monotonic(), 0.0
         self._streams, self._tally = Streams(), Tally()
         self._running = Running(home / "executors" / f"{device}.running")
@@ -197,7 +197,7 @@ class Executor:
             failure = _failed(task, e)
         if os.getpid() != self._pid:
             os._exit(1)  # a process that the job's code has forked and let run into ours
-        self._streams.take_back()
+        self._take_back()
         stop = self._ended_at = time.monotonic()
         self._running.clear()
         reply = failure or done
@@ -214,6 +214,12 @@ class Executor:
         if live.background:
             self._filler_ended(start, stop)
         self._tenants.read(live)
+
+    def _take_back(self) -> None:
+        """What the job's code may have changed of the process: streams, folder, alarms that would ring in others."""
+        self._streams.take_back()
+        os.chdir(self._folder)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _filler_ended(self, start: float, stop: float) -> None:
         self._tenants.filled.start, self._tenants.filled.stop = start, stop
@@ -238,7 +244,7 @@ class Executor:
                 traceback.print_exc()
         if os.getpid() != self._pid:
             os._exit(1)
-        self._streams.take_back()
+        self._take_back()
         self._running.clear()
         self._tally.running = ""
         self._ended_at = time.monotonic()
@@ -276,7 +282,7 @@ def main(
     opener: Opener = open_job,
 ) -> None:
     """Runs the executor of one device in this process until it is told to end."""
-    home = Path(home)
+    home = Path(home).absolute()
     if kind == "cpu" and core >= 0:
         try:
             os.sched_setaffinity(0, {core})

@@ -5,7 +5,8 @@ Predictions err, so the margin learns: a filler that made the job wait doubles i
 that shrinks it by a twentieth, and a margin that would grow beyond its limit stops fillers for a while, each time
 longer. Beside it stands an account in seconds of delay: the promised bound fills it as time passes, every delay is
 taken from it, and below zero no filler starts. So over any stretch of time the delay is at most the bound's share of
-it, plus what the account can hold, plus one filler, however wrong the predictions are.
+it, plus what the account can hold, plus one filler, however wrong the predictions are. A job on several devices is
+late when one of them is, so each device has its share of the bound.
 """
 
 from __future__ import annotations

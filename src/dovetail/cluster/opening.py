@@ -39,24 +39,31 @@ Opener = Callable[[Grant, Welcome, bool, str], Runs]
 class Loaded:
     """A job's runner, with the tensor channel where the aggregator is on another machine."""
 
-    def __init__(self, runner: Runner, channel: Channel | None, module: str) -> None:
+    def __init__(self, runner: Runner, channel: Channel | None, file: Path) -> None:
         self._runner: Runner | None = runner
-        self._channel, self._module = channel, module
+        self._channel, self._file = channel, file
+        self._settings = (*_settings()[:-1], 1)
 
     def run(self, task: Task) -> Done | None:
         from .task import Stale
 
         assert self._runner is not None, "closed"
+        before = _settings()
+        if before != self._settings:
+            _set(self._settings)
         try:
             return self._runner.run(task)
         except Stale:
             return None
+        finally:
+            if _settings() != before:
+                _set(before)
 
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
         self._runner = self._channel = None
-        sys.modules.pop(self._module, None)
+        _forget(self._file)
         give_back()
 
 
@@ -64,19 +71,47 @@ def open_job(grant: Grant, welcome: Welcome, emulated: bool, local: str) -> Load
     """Runs the job file, makes the model and binds it to the job's tensors."""
     from . import channel, jobs, starting, task
 
-    folder = Path(grant.folder)
-    before = set(sys.modules)
-    job = jobs.load(folder / "job.py", starting.submission(folder))
-    module = next((name for name in sys.modules.keys() - before if name.startswith("dovetail_job_")), "")
-    # A machine that shares no memory with the job's.
-    through = None if welcome.memory else channel.join(welcome.store, welcome.channel, local=local)
+    file = Path(grant.folder) / "job.py"
+    settings, through = _settings(), None
     try:
+        job = jobs.load(file, starting.submission(file.parent))
+        if not welcome.memory:  # a machine that shares no memory with the job's
+            through = channel.join(welcome.store, welcome.channel, local=local)
         runner = task.open_runner(job, welcome.memory, emulated=emulated, header=welcome.header, channel=through)
+        return Loaded(runner, through, file)
     except BaseException:
         if through is not None:
             through.close()
+        _forget(file)
         raise
-    return Loaded(runner, through, module)
+    finally:
+        _set(settings)
+
+
+def _settings() -> tuple[bool, bool, str, int]:
+    """What a job may change for the whole process and with it what others compute; its own tasks find it again.
+
+    How many threads there are is not its choice: a device is one core, and sums depend on it.
+    """
+    import torch
+
+    strict, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return strict, warn, torch.get_float32_matmul_precision(), torch.get_num_threads()
+
+
+def _set(settings: tuple[bool, bool, str, int]) -> None:
+    import torch
+
+    torch.use_deterministic_algorithms(settings[0], warn_only=settings[1])
+    torch.set_float32_matmul_precision(settings[2])
+    torch.set_num_threads(settings[3])
+
+
+def _forget(file: Path) -> None:
+    """The job file's module, and with it whatever the file keeps."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dovetail_job_") and getattr(module, "__file__", "") == str(file):
+            del sys.modules[name]
 
 
 def give_back() -> None:

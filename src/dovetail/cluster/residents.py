@@ -36,7 +36,7 @@ class Live(Resident):
         self.log: Log | None = None
         self._nominal: dict[int, float] = {}  # depth: the figure under which `learnt` has its seconds
         self._fillers = filled.count
-        self._pause = 0.0
+        self._pause, self._width = 0.0, 1
         self.regrant(grant)
         self.disconnected(drop=True)
 
@@ -47,9 +47,9 @@ class Live(Resident):
         if not grant.foreground:
             self.promise = None
         elif self.promise is None:
-            self.promise = Promise(grant.bound, time.monotonic())
+            self.promise = Promise(grant.bound / self._width, time.monotonic())
         else:
-            self.promise.bound = grant.bound
+            self.promise.bound = grant.bound / self._width
 
     def disconnected(self, *, drop: bool) -> None:
         """No tasks until the aggregator, or the next one, says so. `drop`: its tensors are gone with it."""
@@ -112,6 +112,10 @@ class Live(Resident):
         if self.iteration < 0 and self.promise is not None and not self.promise.delay:
             self.promise.since = at
         self.iteration, self._queue = message.iteration, list(message.workers)
+        if self.promise is not None and len(message.workers) > self._width:
+            # Whichever device is late, the whole iteration is: each has its share of what the job accepts.
+            self._width = len(message.workers)
+            self.promise.bound = self.grant.bound / self._width
         depths = message.depths or (0,) * len(message.workers)
         tasks = [UNKNOWN] * (1 + max(message.workers, default=-1))
         for worker, depth, seconds in zip(message.workers, depths, message.seconds, strict=False):

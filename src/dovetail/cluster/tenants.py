@@ -164,7 +164,8 @@ class Tenants:
             self.residents.remove(live)
             self._let_go(live)
             self._tally.left(revoke.job)
-        self.link.settled(revoke.job)
+        if revoke.job not in self._jobs:
+            self.link.settled(revoke.job)
 
     def _let_go(self, live: Live) -> None:
         if live.connection is not None:
