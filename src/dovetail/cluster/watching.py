@@ -48,6 +48,9 @@ def executors(c: Coordinator, now: float) -> None:
             c.strike(c.jobs[number], f"a task ran for more than {limits[number]:g} s")
             c.kick()
     for e in fleet.late(c.executors.values(), now):
+        guilty = c.jobs.get(fleet.running_job(c.home, e.index))
+        if guilty is not None and not e.struck:
+            c.strike(guilty, f"executor {e.index} fell silent in its task")
         e.struck, e.deadline, e.heard = True, now + fleet.HELLO_LIMIT, now
         c.kill(e.key)
     away = {e.index for e in c.executors.values() if not e.ready and now - e.away > fleet.AWAY_LIMIT}
