@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from dovetail.cluster.home import arena_name, cluster_id
 from dovetail.cluster.messages import Claim, Done, Hello, Join, Leave, Message, Released, Task, TaskFailed, Welcome
-from dovetail.cluster.wire import Connection, Lost
+from dovetail.cluster.wire import Connection
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "secret"
@@ -168,7 +168,7 @@ def execute(
 
     chance = random.Random(device + 1000 * epoch)
     folder = Path(home) / "jobs" / job
-    with contextlib.suppress(Lost):
+    with contextlib.suppress(ConnectionError):
         connection = Connection.to((address[0], address[1]))
         connection.send(Join(key=KEY, job=job, epoch=epoch, device=device, node=node))
         welcome = connection.receive(timeout=LIMIT)
@@ -228,6 +228,7 @@ def _serve(log: str) -> None:
     import dovetail.cluster.task  # noqa: F401
 
     torch.set_num_threads(1)
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()  # imports torch's compiler, for seconds
     for line in sys.stdin:
         asked = json.loads(line)
         answer: Any = None
