@@ -43,16 +43,16 @@ job = TrainingJob(
     steps={steps},
     batch=32,
     workers={workers},
-    task_seconds=(0.004, 0.006),
-    off_device=0.01,
+    task_seconds=({seconds}, {seconds}),
+    off_device=0.02,
 )
 """
 
 
-def write(home: Path, job: str, *, steps: int = 100, workers: int = 2, ballast: int = 1) -> Path:
+def write(home: Path, job: str, *, steps: int = 100, workers: int = 2, ballast: int = 1, seconds: float = 0.01) -> Path:
     folder = home / "jobs" / job
     folder.mkdir(parents=True)
-    (folder / "job.py").write_text(JOB.format(steps=steps, workers=workers, ballast=ballast))
+    (folder / "job.py").write_text(JOB.format(steps=steps, workers=workers, ballast=ballast, seconds=seconds))
     return folder
 
 
@@ -74,7 +74,7 @@ def grants(aggregators: list[m.Hello], folders: dict[str, Path]) -> list[m.Grant
 def test_real_jobs_share_devices_give_the_same_losses_and_outlive_an_executor(tmp_path: Path) -> None:
     """A foreground job and a filler with the same file on two devices, one of which is killed on the way."""
     with stage(tmp_path) as at:
-        folders = {job: write(at.home, job) for job in ("1", "2")}
+        folders = {"1": write(at.home, "1"), "2": write(at.home, "2", seconds=0.002)}
         pids = at.cast(
             {"role": "executor", "device": 0},
             {"role": "executor", "device": 1},

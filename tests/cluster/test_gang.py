@@ -13,7 +13,9 @@ import pytest
 from dovetail.cluster import messages as m
 from dovetail.cluster import recorder
 from dovetail.train.burst_gaps import Gaps, Word
+from tests.cluster import burst_rank
 from tests.cluster.acting import Acted, Stage, stage, wait
+from tests.ranks import run_ranks
 
 
 def start(at: Stage, job: str, code: str, *, epoch: int = 1, **more: Any) -> m.StartRank:
@@ -56,7 +58,9 @@ time.sleep(600)
 def test_a_rank_sees_what_it_was_given_and_its_end_is_told_with_its_last_lines(tmp_path: Path) -> None:
     with stage(tmp_path) as at:
         at.executor()
-        code = "import os, sys; print(sorted(os.environ), flush=True); print('last words', file=sys.stderr); sys.exit(3)"
+        code = (
+            "import os, sys; print(sorted(os.environ), flush=True); print('last words', file=sys.stderr); sys.exit(3)"
+        )
         start(at, "5", code)
         wait(lambda: at.head.all(m.RankEnded), "its end")
         (ended,) = at.head.all(m.RankEnded)
@@ -170,3 +174,12 @@ def test_a_gap_is_announced_once_its_length_is_known(tmp_path: Path) -> None:
     assert word.until == 0.0
     gaps.begin("b")
     assert word.until == 0.0, "another place in the step, another length"
+
+
+def test_a_burst_rank_announces_the_stages_that_leave_it_out() -> None:
+    """Layers 1 and 2 of 4 run on rank 0 alone: forward and backward, rank 1 is idle meanwhile, and says so."""
+    whole, part = run_ranks(burst_rank.announces, plan=[2, 1, 1, 2], steps=4)
+    assert whole == {"written": [], "places": [], "last": 0.0}, "a rank that is never left out has no gaps"
+    # The first time nobody knows how long it takes; then idle, busy, for the way forth and the way back.
+    assert part["written"] == ["busy", "busy"] + ["idle", "busy"] * 6
+    assert part["places"] == ["('backward', 2)", "('forward', 0)"] and part["last"] == 0.0
