@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 
 import msgspec
+import torch
 
 from dovetail.cluster import messages as m
 from dovetail.cluster import recorder
@@ -32,6 +33,8 @@ def data():
 
 def loss(model, batch):
     print("a step of", __name__)
+    torch.set_num_threads(2)
+    torch.set_float32_matmul_precision("medium")
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -110,10 +113,11 @@ def test_a_job_that_leaves_takes_its_model_and_its_data_with_it(tmp_path: Path) 
         grant = m.Grant(
             job="7", epoch=1, aggregator=("", 0), node=NODE, folder=str(folder), rank=(False, 0.0, 0.0, 7)
         )  # fmt: skip
-        before = _resident_bytes()
+        before, precision = _resident_bytes(), torch.get_float32_matmul_precision()
         opened = opening.open_job(grant, m.Welcome(memory=memory), False, "127.0.0.1")
         done = opened.run(m.Task(iteration=0, worker=0, samples=(0, 32)))
         assert done is not None and done.samples == 32
+        assert torch.get_float32_matmul_precision() == precision, "what one job sets, others compute with"
         assert _resident_bytes() > before + 3 * floats
         assert opened._runner is not None
         model = weakref.ref(opened._runner.model)

@@ -49,15 +49,13 @@ class Loaded:
 
         assert self._runner is not None, "closed"
         before = _settings()
-        if before != self._settings:
-            _set(self._settings)
+        _set(self._settings, before)
         try:
             return self._runner.run(task)
         except Stale:
             return None
         finally:
-            if _settings() != before:
-                _set(before)
+            _set(before, _settings())
 
     def close(self) -> None:
         if self._channel is not None:
@@ -85,7 +83,7 @@ def open_job(grant: Grant, welcome: Welcome, emulated: bool, local: str) -> Load
         _forget(file)
         raise
     finally:
-        _set(settings)
+        _set(settings, _settings())
 
 
 def _settings() -> tuple[bool, bool, str, int]:
@@ -99,12 +97,16 @@ def _settings() -> tuple[bool, bool, str, int]:
     return strict, warn, torch.get_float32_matmul_precision(), torch.get_num_threads()
 
 
-def _set(settings: tuple[bool, bool, str, int]) -> None:
+def _set(wanted: tuple[bool, bool, str, int], now: tuple[bool, bool, str, int]) -> None:
+    """Changes what differs; some of it takes long."""
     import torch
 
-    torch.use_deterministic_algorithms(settings[0], warn_only=settings[1])
-    torch.set_float32_matmul_precision(settings[2])
-    torch.set_num_threads(settings[3])
+    if wanted[:2] != now[:2]:
+        torch.use_deterministic_algorithms(wanted[0], warn_only=wanted[1])
+    if wanted[2] != now[2]:
+        torch.set_float32_matmul_precision(wanted[2])
+    if wanted[3] != now[3]:
+        torch.set_num_threads(wanted[3])
 
 
 def _forget(file: Path) -> None:

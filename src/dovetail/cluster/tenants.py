@@ -16,7 +16,7 @@ from .gang import Rank, sweep
 from .gaps import Filled
 from .jobs import first_line
 from .link import Link
-from .messages import Beat, Grant, Hello, Join, Leave, Message, RankEnded, Refused, Revoke, StartRank
+from .messages import Beat, Failed, Grant, Hello, Join, Leave, Message, RankEnded, Refused, Revoke, StartRank
 from .output import Log
 from .recorder import Recorder
 from .residents import Live
@@ -142,9 +142,16 @@ class Tenants:
     def _granted(self, grant: Grant) -> None:
         live = self._jobs.get(grant.job)
         if live is None:
+            try:
+                log = Log(Path(grant.folder) / "log.txt")
+            except OSError as e:  # a full disk, or a folder that this machine does not see
+                reason = f"device {self.device}: {grant.folder}: {first_line(e)}"
+                message = Failed(job=grant.job, epoch=grant.epoch, reason=reason)
+                self.link.tell(grant.job, ("log", grant.job, grant.epoch), message)
+                return
             self._tally.returned(grant.job)
             live = self._jobs[grant.job] = Live(grant, self.device, self.filled, node=self.node)
-            live.log = Log(Path(grant.folder) / "log.txt")
+            live.log = log
             self.residents.append(live)
         elif grant.epoch > live.grant.epoch:
             self.link.settled(grant.job)
@@ -217,6 +224,8 @@ class Tenants:
         self._selector.register(rank.exited, selectors.EVENT_READ, rank)
 
     def _rank_ended(self, rank: Rank) -> None:
+        if self.ranks.get((rank.job, rank.start.worker)) is not rank:
+            return  # revoked and ended at the same moment
         del self.ranks[rank.job, rank.start.worker]
         self._selector.unregister(rank.exited)
         message = rank.end()
