@@ -21,7 +21,7 @@ LIKE: dict[str, tuple[float, float]] = {
     "gpt2": (0.414, 0.020),
     "vgg16": (0.072, 0.129),
 }
-SIZES = {"vocabulary": 64, "length": 8, "width": 16, "heads": 2, "depth": 6}
+SIZES = {"vocabulary": 64, "length": 8, "width": 16, "heads": 2, "depth": 2}
 """Of the transformer that really computes and learns in every task; small, since devices are emulated."""
 TEXT = """
 import torch

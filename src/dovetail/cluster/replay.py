@@ -34,7 +34,11 @@ from .store import Row, Store
 
 @dataclass(frozen=True)
 class Recorded:
-    """One job of the run: as the simulator takes it, and what became of it. Times in seconds from the run's start."""
+    """One job of the run: as the simulator takes it, and what became of it.
+
+    It arrives so many seconds after the first submission, and has finished so many after the run's first task: how long
+    the first job took to be loaded is nobody's policy.
+    """
 
     id: int
     job: Job
@@ -112,10 +116,11 @@ def read(home: Path, *, since: float = 0.0) -> Run:
     for ran in recorder.ran(home):
         tasks[ran.job].append(ran)
     held = _held(home)
-    rows = [r for r in reversed(rows) if r.ended is not None and (tasks[str(r.id)] or r.gang)]
+    rows = [r for r in reversed(rows) if r.ended is not None and (held[str(r.id)] if r.gang else tasks[str(r.id)])]
     if not rows:
         raise Error(f"{home}: expected jobs that have ended and recorded tasks, found none")
     origin = min(r.submitted for r in rows)
+    first = min(x.start for r in rows for x in (held[str(r.id)] if r.gang else tasks[str(r.id)]))
     jobs, spreads, overheads = [], [], []
     ends = _ends(tasks.values())
     for row in rows:
@@ -123,13 +128,13 @@ def read(home: Path, *, since: float = 0.0) -> Run:
         waits = [t.overhead for t in mine if t.overhead >= 0]
         overheads += waits
         overhead = float(np.median(waits)) if waits else 0.0
-        job = _gang(row, held[str(row.id)], origin, settings.device_bytes) if row.gang else None
-        if not row.gang:
+        if row.gang:
+            job = _gang(row, held[str(row.id)], origin, settings.device_bytes)
+        else:
             job = _job(row, mine, origin, overhead=overhead, ends=ends)
             spreads.append(_spread(mine))
-        if job is not None:
-            assert row.ended is not None
-            jobs.append(Recorded(id=row.id, job=job, finish=row.ended - origin, tasks=len(mine)))
+        assert row.ended is not None
+        jobs.append(Recorded(id=row.id, job=job, finish=row.ended - first, tasks=len(mine)))
     busy = sum(t.stop - t.start for r in jobs for t in tasks[str(r.id)])
     emulated = settings.emulated
     return Run(
@@ -169,10 +174,8 @@ def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float, ends
     )
 
 
-def _gang(row: Row, leases: Sequence[Held], origin: float, device_bytes: int) -> Job | None:
+def _gang(row: Row, leases: Sequence[Held], origin: float, device_bytes: int) -> Job:
     """One long iteration that leaves no memory for others."""
-    if not leases:
-        return None
     seconds = max(h.stop for h in leases) - min(h.start for h in leases)
     return Job(
         name=f"{row.id} {row.name}",
