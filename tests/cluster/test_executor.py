@@ -78,6 +78,7 @@ def test_an_executor_that_joins_in_the_middle_takes_what_is_left_and_a_dead_ones
         wait(lambda: sum(map(len, job.done.values())) >= 2, "the second executor's tasks")
         assert 5 in job.out, "the first executor still has the long one"
         dying.kill()
+        dying.wait()
         (at.home / "jobs" / "1" / "go").touch()
         assert job.finished.wait(20)  # every task exactly once: see Aggregator._done
         assert {t.device for t in recorder.ran(at.home) if t.iteration == 0} <= {1}
