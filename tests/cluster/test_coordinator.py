@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.cluster import fleet, strikes
 from dovetail.cluster import messages as m
-from dovetail.cluster.engine import Exit
+from dovetail.cluster.engine import Device, Exit
 from dovetail.core.errors import Error
 
 from .stage import Stage, stage
@@ -385,3 +385,39 @@ def test_the_baseline_runs_on_the_same_executors_with_devices_of_their_own(tmp_p
         assert set(s.live(jobs[1]).devices) != set(s.live(jobs[2]).devices)
 
     play(tmp_path, scene, policy="gang-fifo-backfill")
+
+
+def test_devices_of_machines_that_join_are_used(tmp_path: Path) -> None:
+    async def scene(s: Stage) -> None:
+        jobs = [s.submit() for _ in range(4)]
+        for job in jobs[:2]:
+            await s.running(job)
+        await s.until(lambda: all(s.live(j).linked for j in jobs))
+        assert not s.live(jobs[2]).devices  # two of full duty on the one device
+        s.engine._devices.append(Device(1, "another", "emulated", 2**34))
+        s.c.grow(await s.engine.devices())
+        s.c.grow(await s.engine.devices())
+        for job in jobs[2:]:
+            await s.running(job)
+            assert s.live(job).devices == (1,)
+        assert [s.live(j).devices for j in jobs[:2]] == [(0,), (0,)]
+        assert s.engine.started.count("executor 0") == s.engine.started.count("executor 1") == 1
+
+    play(tmp_path, scene, devices=1)
+
+
+def test_an_executor_that_falls_silent_is_ended_and_its_job_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(s: Stage) -> None:
+        job = s.submit()
+        await s.running(job)
+        [d] = s.live(job).devices
+        s.home.running_file(d).write_bytes(str(job).encode().ljust(128, b"\0"))
+        monkeypatch.setattr(fleet, "BEAT_LIMIT", 0.5)
+        await s.until(lambda: s.engine.started.count(f"executor {d}") == 2)
+        monkeypatch.setattr(fleet, "BEAT_LIMIT", 30.0)
+        assert [x.reason for x in s.live(job).record.strikes] == [f"executor {d} fell silent in its task"]
+        await s.running(job)
+
+    play(tmp_path, scene, devices=1)
