@@ -29,8 +29,7 @@ def backlog(policy: str, spb: str, jobs: Sequence[Wanted], *, limit: float) -> d
         with trial.cluster(home.path, devices=DEVICES, emulated=True, policy=policy, prepare=len(jobs)) as client:
             numbers = [trial.submit(client, w.text, name=w.name, spb=spb) for w in jobs]
             ended = trial.wait(client, numbers, limit=limit)
-        bad = [f"{e['name']}: {e['state']} {e['reason']}" for e in ended.values() if e["state"] != "finished"]
-        assert not bad, f"{policy}: {bad}"
+        trial.finished(ended, policy)
         tasks = recorder.ran(home.path)
         run = read(home.path)
         told = play(run).comparison
@@ -88,13 +87,14 @@ def promise(*, steps: int, limit: float) -> dict[str, Any]:
             filler = filler.replace(before, after)
         with trial.cluster(home.path, devices=DEVICES, emulated=True) as client:
             alone = trial.submit(client, foreground.text, name="alone", share="foreground")
-            trial.wait(client, [alone], limit=limit)
+            trial.finished(trial.wait(client, [alone], limit=limit), "alone")
             fillers = [
                 trial.submit(client, filler, name=f"filler {i}", share="background", workers=1, steps=10**6, seed=i)
                 for i in range(2 * DEVICES)
             ]
             both = trial.submit(client, foreground.text, name="beside", share="foreground")
             ended = trial.wait(client, [both], limit=limit)
+            trial.finished(ended, "beside background jobs")
             shown = float(ended[both].get("slowdown") or 0.0)
             for job in fillers:
                 trial.ask(client, "cancel", job)

@@ -23,6 +23,11 @@ from dovetail.cluster.messages import Alive
 from dovetail.cluster.store import Store
 from dovetail.cluster.wire import Connection, Lost
 
+
+class Unfinished(Exception):
+    """Jobs that should have finished have not."""
+
+
 ENDED = ("finished", "failed", "cancelled")
 CHAOS_JOB = """
 import torch
@@ -101,6 +106,14 @@ def wait(client: Client, jobs: Sequence[int], *, limit: float, pause: float = 0.
             break
         time.sleep(pause)
     return found
+
+
+def finished(ended: dict[int, dict[str, Any]], what: str) -> None:
+    """Unfinished, with what the cluster says of those that are not."""
+    rest = [f"{e['name']}: {e['state']} at {e['iteration']} {e['reason']}" for e in ended.values()
+            if e["state"] != "finished"]  # fmt: skip
+    if rest:
+        raise Unfinished(f"{what}: {'; '.join(rest)}")
 
 
 def curve(home: Home, job: int) -> bytes:
@@ -229,8 +242,7 @@ def chaos(count: int, *, steps: int, devices: int, every: float, seed: int, limi
         jobs = chaos_jobs(client, count, steps=steps)
         ended = wait(client, jobs, limit=limit)
         undisturbed = time.monotonic() - began
-        bad = [f"undisturbed: {e['state']} {e['reason']}" for e in ended.values() if e["state"] != "finished"]
-        assert not bad, bad
+        finished(ended, "undisturbed")
         wanted = {job: curve(home_of(client), job) for job in jobs}
     with tempfile.TemporaryDirectory(prefix="dovetail-trial-") as folder:
         home = Home(Path(folder))
