@@ -122,7 +122,7 @@ class Aggregator:
         self.losses = checkpoint.Losses(self.folder, training.iteration)
         self.writer = checkpoint.Writer(self.folder)
         self.writer.done = training.iteration if state is not None else -1
-        self.written_at = time.monotonic()
+        self.written_at, self.complaint = time.monotonic(), ""
         self.loss = self.losses.last
         self.release_at: float | None = time.monotonic()
         self.barrier_at = self.progress_at = self.look_at = 0.0
@@ -159,7 +159,7 @@ class Aggregator:
         assert self.training is not None
         if self.discard:
             raise Ending
-        if self.writer.busy:
+        with contextlib.suppress(Error):  # that of an earlier one counts no more
             self.writer.finish()
         if self.writer.done != self.training.iteration:
             self._checkpoint()
@@ -225,14 +225,19 @@ class Aggregator:
             self.iteration_seconds += SMOOTHING * (now - before - self.iteration_seconds)
         self.release_at = max(time.monotonic(), now + self.spec.off_device)
         done = self.training.iteration
-        due = done - max(self.writer.done, 0) >= self.spec.checkpoint_every
+        due = done - max(self.writer.done, 0) >= self.spec.checkpoint_every and not self.writer.error
         if (due or now - self.written_at > CHECKPOINT_SECONDS) and not self.writer.busy and done < self.spec.steps:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
+        """One that cannot be written, for want of room perhaps, is tried again after a while; training goes on."""
         assert self.training is not None
-        self.losses.sync()
         self.written_at = time.monotonic()
+        try:
+            self.losses.sync()
+        except OSError as e:
+            self.writer.error = jobs.first_line(e)
+            return
         self.writer.begin(self.training.iteration, self.training.state())
 
     def _chores(self, now: float) -> None:
@@ -241,6 +246,9 @@ class Aggregator:
             self._progress(now)
         if now >= self.look_at:
             self.look_at = now + 1.0
+            if self.writer.error != self.complaint:
+                self.complaint = self.writer.error
+                log.warning("checkpoint: %s", self.complaint or "written again")
             for holder in self.iteration.overdue(now, self.timeout + TASK_GRACE):
                 assert isinstance(holder, Member)
                 log.warning("device %d did not end its task within %.0f s", holder.device, self.timeout)

@@ -131,29 +131,34 @@ class Losses:
     def __init__(self, job_folder: Path, iterations: int) -> None:
         """Goes on behind the first so many lines."""
         path = job_folder / "losses.jsonl"
-        self._file = path.open("a+b")
-        self._file.seek(0)
         self.last = 0.0
         """Of the newest line."""
+        self._unwritten = b""
         kept = 0
-        for number, line in enumerate(self._file):
-            if number >= iterations or not line.endswith(b"\n"):
-                break
-            kept += len(line)
-            self.last = float(json.loads(line)["loss"])
-        self._file.truncate(kept)
-        self._file.seek(kept)
+        path.touch()
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                if number >= iterations or not line.endswith(b"\n"):
+                    break
+                kept += len(line)
+                self.last = float(json.loads(line)["loss"])
+        self._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.ftruncate(self._handle, kept)
 
     def add(self, iteration: int, loss: float) -> None:
-        self._file.write(b'{"iteration": %d, "loss": %s}\n' % (iteration, repr(loss).encode()))
-        self._file.flush()
+        """A disk that is full does not stop training; it is tried again with the next line."""
+        self._unwritten += b'{"iteration": %d, "loss": %s}\n' % (iteration, repr(loss).encode())
+        with contextlib.suppress(OSError):
+            self._write()
 
     def sync(self) -> None:
-        """Before a checkpoint: it must not be ahead of them."""
-        os.fsync(self._file.fileno())
+        """Before a checkpoint: it must not be ahead of them. An OSError if that cannot be."""
+        self._write()
+        os.fsync(self._handle)
 
-    def close(self) -> None:
-        self._file.close()
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._handle, self._unwritten) :]
 
 
 def losses(job_folder: Path) -> list[float]:

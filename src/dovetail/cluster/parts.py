@@ -59,7 +59,7 @@ def mixed(*numbers: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed asks for every kind of device
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
