@@ -207,7 +207,8 @@ class Killer:
             return []
         finally:
             connection.close()
-        assert isinstance(first, Alive), "the supervisor says what runs"
+        if not isinstance(first, Alive):
+            return []  # it is busy
         return sorted((key, pid) for key, pid in first.processes.items() if key.startswith(kind))
 
 

@@ -36,8 +36,8 @@ from .store import Row, Store
 class Recorded:
     """One job of the run: as the simulator takes it, and what became of it.
 
-    It arrives so many seconds after the first submission, and has finished so many after the run's first task: how long
-    the first job took to be loaded is nobody's policy.
+    Seconds are counted from the run's first task: how long the first job took to be loaded is nobody's policy, and
+    whoever was submitted before is there at 0.
     """
 
     id: int
@@ -119,7 +119,6 @@ def read(home: Path, *, since: float = 0.0) -> Run:
     rows = [r for r in reversed(rows) if r.ended is not None and (held[str(r.id)] if r.gang else tasks[str(r.id)])]
     if not rows:
         raise Error(f"{home}: expected jobs that have ended and recorded tasks, found none")
-    origin = min(r.submitted for r in rows)
     first = min(x.start for r in rows for x in (held[str(r.id)] if r.gang else tasks[str(r.id)]))
     jobs, spreads, overheads = [], [], []
     ends = _ends(tasks.values())
@@ -127,11 +126,11 @@ def read(home: Path, *, since: float = 0.0) -> Run:
         mine = tasks[str(row.id)]
         waits = [t.overhead for t in mine if t.overhead >= 0]
         overheads += waits
-        overhead = float(np.median(waits)) if waits else 0.0
+        overhead = _mean(waits)
         if row.gang:
-            job = _gang(row, held[str(row.id)], origin, settings.device_bytes)
+            job = _gang(row, held[str(row.id)], first, settings.device_bytes)
         else:
-            job = _job(row, mine, origin, overhead=overhead, ends=ends)
+            job = _job(row, mine, first, overhead=overhead, ends=ends)
             spreads.append(_spread(mine))
         assert row.ended is not None
         jobs.append(Recorded(id=row.id, job=job, finish=row.ended - first, tasks=len(mine)))
@@ -158,7 +157,7 @@ def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float, ends
     described = msgspec.json.decode(row.described, type=Described) if row.described else None
     return Job(
         name=f"{row.id} {row.name}",
-        arrival=_exact(row.submitted - origin),
+        arrival=_exact(max(0.0, row.submitted - origin)),
         phases=(
             Phase(
                 iterations=len({t.iteration for t in tasks}),  # again after a restart counts once, as in the curve
@@ -179,7 +178,7 @@ def _gang(row: Row, leases: Sequence[Held], origin: float, device_bytes: int) ->
     seconds = max(h.stop for h in leases) - min(h.start for h in leases)
     return Job(
         name=f"{row.id} {row.name}",
-        arrival=_exact(row.submitted - origin),
+        arrival=_exact(max(0.0, row.submitted - origin)),
         phases=(Phase(iterations=1, workers=row.gang),),
         forward=max(seconds, 1e-6),
         persistent_bytes=device_bytes,
@@ -188,7 +187,7 @@ def _gang(row: Row, leases: Sequence[Held], origin: float, device_bytes: int) ->
 
 
 def _off_device(tasks: Sequence[Ran], ends: dict[int, list[float]], described: Described | None) -> float:
-    """Seconds from an iteration's last end to the next one's release: the median where a release can be seen.
+    """Seconds from an iteration's last end to the next one's release: the mean where a release can be seen.
 
     A task that could have started before it did says when: at its release, or when its device fell free. Only where
     no task ended on the device just then was it the release.
@@ -208,7 +207,7 @@ def _off_device(tasks: Sequence[Ran], ends: dict[int, list[float]], described: D
     gaps = [first[i] - last[i - 1] for i in first if i - 1 in last and first[i] >= last[i - 1]]
     if not gaps:
         return described.off_device if described else 0.0
-    return _exact(float(np.median(gaps)))
+    return _exact(_mean(gaps))
 
 
 def _ends(jobs: Iterable[Sequence[Ran]]) -> dict[int, list[float]]:
@@ -226,6 +225,14 @@ def _spread(tasks: Sequence[Ran]) -> float:
         by_worker[t.worker].append(t.stop - t.start)
     shares = [float(np.std(v) / np.mean(v)) for v in by_worker.values() if len(v) > 2 and np.mean(v) > 0]
     return round(float(np.median(shares)), 4) if shares else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Without what is far out: a process that was started again in between is not the job's."""
+    if not values:
+        return 0.0
+    limit = 10 * float(np.median(values)) + 1e-3
+    return float(np.mean([v for v in values if v <= limit]))
 
 
 def _exact(seconds: float) -> float:
