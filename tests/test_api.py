@@ -23,6 +23,7 @@ def test_the_public_names_are_these() -> None:
         "Plan",
         "Profile",
         "Timeline",
+        "TrainingJob",
         "Tuning",
         "compare",
         "measure",
@@ -38,7 +39,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_importing_dovetail_and_its_plain_names_imports_no_torch() -> None:
-    code = "import dovetail, sys; dovetail.Plan, dovetail.Guard, dovetail.plan, dovetail.read"
+    code = "import dovetail, sys; dovetail.Plan, dovetail.Guard, dovetail.plan, dovetail.read, dovetail.TrainingJob"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import measure
+    from .cluster.jobs import TrainingJob
     from .core.depth import DepthPlan
     from .core.errors import Error, InputError
     from .core.network import Network
@@ -43,6 +44,7 @@ _WHERE = {
     "Plan": "core.plan",
     "Profile": "core.profile",
     "Timeline": "core.timeline",
+    "TrainingJob": "cluster.jobs",
     "Tuning": "train.tuner",
     "compare": "planning",
     "measure": "",
@@ -64,6 +66,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Timeline",
+    "TrainingJob",
     "Tuning",
     "compare",
     "measure",

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from dovetail.cluster.cli import app as cluster
 from dovetail.core.errors import Error
 from dovetail.fabric.cli import app as fabric
 
@@ -85,6 +86,7 @@ for name, command, short, kind in (
     ("view", viewing.view, "look at files: tables, the page, pictures, Perfetto traces", TyperCommand),
 ):
     app.command(name, short_help=short, cls=kind)(command)
+app.add_typer(cluster, name="cluster", short_help="many jobs on shared devices: a service")
 app.add_typer(fabric, name="fabric", short_help="policy-compliant routing in the data plane, emulated")
 
 

@@ -57,8 +57,8 @@ class Rate:
     """The learning rate over its peak so far; 1 until it begins to fall: a warm-up does not count as late."""
 
     def __init__(self) -> None:
-        self._peak = 0.0
+        self.peak = 0.0
 
     def __call__(self, learning_rate: float) -> float:
-        self._peak = max(self._peak, learning_rate)
-        return max(learning_rate / self._peak, 1e-9) if self._peak > 0 else 1.0
+        self.peak = max(self.peak, learning_rate)
+        return max(learning_rate / self.peak, 1e-9) if self.peak > 0 else 1.0

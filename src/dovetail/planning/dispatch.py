@@ -124,6 +124,10 @@ class Resident:
                 return at
             at, stage = at + max(map(self.predicted, tasks[stage])), stage + 1
 
+    def spares(self, device: int, now: float, seconds: float) -> bool:
+        """Whether a task of lower rank that is predicted to take `seconds` would have ended before this job's turn."""
+        return now + seconds - 1e-9 <= self.wanted(device)
+
 
 def pick(residents: Sequence[R], device: int, now: float, guard: Literal["off", "background", "all"]) -> R | None:
     """The resident whose task an idle device starts now, or None. `residents` stand in order of rank.
@@ -136,7 +140,7 @@ def pick(residents: Sequence[R], device: int, now: float, guard: Literal["off", 
             continue
         if not i or guard == "off" or (guard == "background" and not r.background):
             return r
-        end = now + r.predicted(r.offers(device)) - 1e-9
-        if all(end <= residents[j].wanted(device) for j in range(i)):
+        seconds = r.predicted(r.offers(device))
+        if all(residents[j].spares(device, now, seconds) for j in range(i)):
             return r
     return None

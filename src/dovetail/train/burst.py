@@ -120,6 +120,8 @@ class Burst:
             wire.wait(arriving, f"step {step}: loss")
             if self._recorder is not None:
                 self._recorder.end()
+            if wire.gaps is not None:
+                wire.gaps.end()
             self.steps += 1
             return total
 

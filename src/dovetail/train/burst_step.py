@@ -85,9 +85,13 @@ def forward(
         part.leaves, part.outputs = values, []
         if wire.rank in part.ranks and part.runs(len(part.context.samples)):
             start = time.perf_counter()
+            if wire.gaps is not None:
+                wire.gaps.end()
             part.forward()
             if recorder is not None:
                 recorder.add(part.name, "forward", start)
+        if wire.gaps is not None and wire.rank not in parts[min(i + 1, len(parts) - 1)].ranks:
+            wire.gaps.begin(("forward", i))
         kinds = route.settle(i, part.outputs, f"step {step}: shapes of {part.name}")
         values = [o.detach() for o in part.outputs] or [k.empty(0, wire.device) for k in kinds]
     return values
@@ -127,6 +131,8 @@ def backward(
             fresh = [None] * len(part.parameters())
         if part.outputs:
             start = time.perf_counter()
+            if wire.gaps is not None:
+                wire.gaps.end()
             back, fresh = part.backward(grads)
             if recorder is not None:
                 recorder.add(part.name, "backward", start)
@@ -137,6 +143,8 @@ def backward(
             for work, nbytes in reduction.works if recorder is not None else ():
                 assert recorder is not None
                 recorder.watch(work, f"gradients of {part.name}", nbytes)
+        if wire.gaps is not None and wire.rank not in parts[max(i - 1, 0)].ranks:
+            wire.gaps.begin(("backward", i))
         if i > 0:
             rows = len(route.layouts[i].samples(wire.rank))
             kinds = route.kinds[i - 1]

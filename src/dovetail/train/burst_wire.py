@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from dovetail.core.errors import Error
 
+from .burst_gaps import announced
+
 SLICE = timedelta(seconds=1)
 """How long to wait before looking whether another rank has failed."""
 
@@ -41,6 +43,8 @@ class Wire:
         """Why this job cannot go on; every later call says so again."""
         self.moved_bytes = 0
         """Sent by this rank in re-sharding so far."""
+        self.gaps = announced()
+        """Where somebody else may use the device while this rank is left out; None where nobody asked."""
         self._key = f"dovetail-burst-{next(_jobs)}"
         if _pool_of != [dist.group.WORLD]:
             _pool.clear()

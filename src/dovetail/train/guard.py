@@ -49,6 +49,24 @@ class Watch:
         """The first rank's learning rate, at every step: its peak is what later ones are compared with."""
         self._relative_rate = self._rate(learning_rate)
 
+    def state(self) -> dict[str, Any]:
+        """All that later decisions depend on, in plain values, for a checkpoint."""
+        return {
+            "moments": [None if m is None else [m.variance, m.signal] for m in self._moments],
+            "measured": self._measured,
+            "metric": self._metric,
+            "peak": self._rate.peak,
+            "rate": self._relative_rate,
+            "counts": list(self.counts),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self._moments = [None if m is None else Moments(variance=m[0], signal=m[1]) for m in state["moments"]]
+        self._measured, self._metric = state["measured"], state["metric"]
+        self._rate.peak, self._relative_rate = state["peak"], state["rate"]
+        self.counts = tuple(state["counts"])
+
     def take(self, delivery: Delivery, order: Sequence[int], least: Sequence[int]) -> None:
         """One measured step: `order` is the one in which workers go deep, `least` the plan's own counts."""
         metric = "optimiser's" if delivery.in_metric else "plain"

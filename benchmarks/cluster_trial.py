@@ -1,0 +1,274 @@
+"""A cluster to try things on: started in a folder of its own, ended for certain, looked for afterwards. And its killer.
+
+Used by benchmarks/cluster.py and by the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dovetail.cluster import local
+from dovetail.cluster.client import Client, Refused, Unreachable
+from dovetail.cluster.home import SHARED_MEMORY, Home, cluster_id
+from dovetail.cluster.messages import Alive
+from dovetail.cluster.store import Store
+from dovetail.cluster.wire import Connection, Lost
+
+
+class Unfinished(Exception):
+    """Jobs that should have finished have not."""
+
+
+ENDED = ("finished", "failed", "cancelled")
+CHAOS_JOB = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dovetail import TrainingJob
+
+
+def model():
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(16, 4))
+
+
+def data():
+    x = torch.randn(240, 16, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(x, x[:, :4].argmax(1))
+
+
+job = TrainingJob(
+    name="chaos", model=model, data=data, steps=40, batch=24, workers=2, checkpoint_every=3,
+    loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.7),
+    task_seconds=(0.010, 0.020), off_device=0.005,
+)
+"""
+"""Everything that must come back as it was: momenta, batch norm, dropout, a schedule, partial depth by an option."""
+
+
+@contextlib.contextmanager
+def cluster(home: Path | None = None, **options: Any) -> Iterator[Client]:
+    """A running cluster in `home`, or in a folder that is gone afterwards."""
+    with contextlib.ExitStack() as stack:
+        if home is None:
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-trial-")))
+        stack.callback(local.down, home, grace=0.0)
+        local.up(home, timeout=120.0, **options)
+        client = Client(home)
+        client.home = home  # type: ignore[attr-defined]
+        yield client
+
+
+def home_of(client: Client) -> Home:
+    return Home(Path(client.home))  # type: ignore[attr-defined]
+
+
+def ask(client: Client, verb: str, *given: Any, limit: float = 60.0, **named: Any) -> Any:
+    """As the command line does: again while the coordinator is being restarted."""
+    end = time.monotonic() + limit
+    while True:
+        try:
+            return getattr(client, verb)(*given, **named)
+        except Unreachable:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+def submit(client: Client, text: str, *, name: str, share: str = "normal", **options: Any) -> int:
+    """The number of the new job."""
+    request = f"{name}-{os.urandom(6).hex()}".replace(" ", "-")
+    body = {"text": text, "name": name, "share": share, "options": options, "request": request}
+    return int(ask(client, "submit", body)["job"])
+
+
+def wait(client: Client, jobs: Sequence[int], *, limit: float, pause: float = 0.2) -> dict[int, dict[str, Any]]:
+    """Until they have ended, or the time is over: what the cluster says of each."""
+    end = time.monotonic() + limit
+    found: dict[int, dict[str, Any]] = {}
+    while time.monotonic() < end:
+        for job in jobs:
+            if found.get(job, {}).get("state") not in ENDED:
+                found[job] = ask(client, "job", job)
+        if all(found[job]["state"] in ENDED for job in jobs):
+            break
+        time.sleep(pause)
+    return found
+
+
+def finished(ended: dict[int, dict[str, Any]], what: str) -> None:
+    """Unfinished, with what the cluster says of those that are not."""
+    rest = [f"{e['name']}: {e['state']} at {e['iteration']} {e['reason']}" for e in ended.values()
+            if e["state"] != "finished"]  # fmt: skip
+    if rest:
+        raise Unfinished(f"{what}: {'; '.join(rest)}")
+
+
+def curve(home: Home, job: int) -> bytes:
+    """Its losses as they stand on disk."""
+    return (home.job(job) / "losses.jsonl").read_bytes()
+
+
+# -- what is left --
+
+
+def processes(home: Path) -> dict[int, str]:
+    """Processes of a home's cluster: they have it in their command line, or as their folder."""
+    found = {}
+    name = str(Path(home).resolve())
+    for entry in Path("/proc").glob("[0-9]*"):
+        if entry.name == str(os.getpid()):
+            continue
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if name in command or str((entry / "cwd").readlink()).startswith(name):
+                found[int(entry.name)] = command
+    return found
+
+
+def memory(home: Path) -> list[str]:
+    return sorted(p.name for p in SHARED_MEMORY.glob(f"dovetail-{cluster_id(home)}*"))
+
+
+def leases(home: Home) -> list[int]:
+    """Jobs that hold devices by the store."""
+    store = Store(home.database)
+    try:
+        return [lease.job for lease in store.leases(open_only=True)]
+    finally:
+        store.close()
+
+
+def left(home: Home, *, patience: float = 10.0) -> list[str]:
+    """What a cluster that was ended has left behind: nothing, or what it is. The kernel may need a moment."""
+    end = time.monotonic() + patience
+    while True:
+        found = [f"process {pid}: {name}" for pid, name in processes(home.path).items()] + memory(home.path)
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.05)
+
+
+# -- chaos --
+
+
+@dataclass
+class Killer:
+    """kill -9, now and then, of whatever a seeded generator chooses among what runs."""
+
+    home: Home
+    seed: int = 0
+    most: int = 10**9
+    """Kills, after which it leaves the cluster alone."""
+    killed: dict[str, int] = field(default_factory=lambda: {"executor": 0, "aggregator": 0, "coordinator": 0})
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def strike(self) -> str:
+        """Ends one process; its name, or "" if there was none of the kind that was chosen."""
+        if sum(self.killed.values()) >= self.most:
+            return ""
+        kind = self._random.choice(("executor", "executor", "aggregator", "aggregator", "coordinator"))
+        victims = self._victims(kind)
+        if not victims:
+            return ""
+        name, pid = self._random.choice(victims)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return ""
+        self.killed[kind] += 1
+        return name
+
+    def _victims(self, kind: str) -> list[tuple[str, int]]:
+        if kind == "coordinator":
+            address = self.home.address()
+            return [("coordinator", address.coordinator)] if address and address.coordinator > 1 else []
+        try:
+            connection = Connection(self.home.connect())
+        except OSError:
+            return []
+        try:
+            first = connection.receive(timeout=5.0)
+        except Lost:
+            return []
+        finally:
+            connection.close()
+        if not isinstance(first, Alive):
+            return []  # it is busy
+        return sorted((key, pid) for key, pid in first.processes.items() if key.startswith(kind))
+
+
+def chaos_jobs(client: Client, count: int, *, steps: int) -> list[int]:
+    """Jobs that differ in seed, width and depth."""
+    return [
+        submit(client, CHAOS_JOB, name=f"chaos {i}", seed=i, steps=steps, workers=1 + i % 3,
+               spb=("off", "ladder", "off", "balanced")[i % 4])
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What came of a run under kills."""
+
+    killed: dict[str, int]
+    states: dict[int, str]
+    reasons: list[str]
+    differ: list[int]
+    """Jobs whose curves are not the undisturbed ones."""
+    leases: list[int]
+    left: list[str]
+    seconds: float
+    undisturbed_seconds: float
+
+
+def chaos(count: int, *, steps: int, devices: int, every: float, seed: int, limit: float, most: int) -> Survived:
+    """The same jobs twice: undisturbed, and under a kill -9 every `every` seconds or so."""
+    with cluster(devices=devices, emulated=True) as client:
+        began = time.monotonic()
+        jobs = chaos_jobs(client, count, steps=steps)
+        ended = wait(client, jobs, limit=limit)
+        undisturbed = time.monotonic() - began
+        finished(ended, "undisturbed")
+        wanted = {job: curve(home_of(client), job) for job in jobs}
+    with tempfile.TemporaryDirectory(prefix="dovetail-trial-") as folder:
+        home = Home(Path(folder))
+        with cluster(home.path, devices=devices, emulated=True) as client:
+            killer = Killer(home, seed, most)
+            pauses = random.Random(seed + 1)
+            began = time.monotonic()
+            jobs = chaos_jobs(client, count, steps=steps)
+            while time.monotonic() - began < limit:
+                time.sleep(every * pauses.uniform(0.5, 1.5))
+                killer.strike()
+                with contextlib.suppress(Unreachable, Refused):
+                    if not ask(client, "status", limit=0.5)["jobs"]:
+                        break
+            ended = wait(client, jobs, limit=max(5.0, limit - (time.monotonic() - began)))
+            took = time.monotonic() - began
+        states = {job: str(e["state"]) for job, e in ended.items()}
+        curves = {job: curve(home, job) for job in jobs}
+        return Survived(
+            killed=killer.killed,
+            states=states,
+            reasons=[f"job {job}: {e['reason']}" for job, e in ended.items() if e["state"] != "finished"],
+            differ=[job for job in jobs if curves[job] != wanted[job]],
+            leases=leases(home),
+            left=left(home),
+            seconds=took,
+            undisturbed_seconds=undisturbed,
+        )

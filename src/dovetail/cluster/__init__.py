@@ -1,0 +1,1 @@
+"""Many jobs on shared devices: coordinator, executors, aggregators, and the engines that run them."""

@@ -1,0 +1,270 @@
+"""`dovetail cluster`: start a cluster, hand in jobs, look at them, ask why."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dovetail.core.errors import InputError
+
+from .replaying import replay
+
+if TYPE_CHECKING:
+    from .client import Client
+
+app = typer.Typer(
+    name="cluster",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Many training jobs on shared devices: start a cluster, hand in jobs, look at them, ask why.",
+)
+HomeOption = Annotated[
+    Path | None,
+    typer.Option("--home", metavar="DIR", help="The cluster's folder; default: $DOVETAIL_HOME, or your state folder."),
+]
+Url = Annotated[str, typer.Option("--url", metavar="URL", help="A cluster on another machine; needs --token-file.")]
+Token = Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="The token of the cluster at --url.")]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, and nothing else there.")]
+JobNumber = Annotated[int, typer.Argument(metavar="JOB", min=1, help="Its number.")]
+
+
+def _client(home: Path | None, url: str, token_file: Path | None, **options: Any) -> Client:
+    from .client import Client
+    from .local import read_token
+
+    return Client(url or home, read_token(token_file) if token_file else "", **options)
+
+
+def _emit(data: Any, json: bool, *lines: str) -> None:
+    import json as encoder
+
+    sys.stdout.write((encoder.dumps(data, indent=1) if json else "\n".join(lines)) + "\n")
+    sys.stdout.flush()
+
+
+@app.command()
+def up(
+    devices: Annotated[int, typer.Option(min=0, max=4096, help="Default: one per core, or 8 emulated ones.")] = 0,
+    emulated: Annotated[bool, typer.Option("--emulated", help="Devices that wait for profiled times.")] = False,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="jigsaw, gang-fifo-backfill, …")] = "jigsaw",
+    memory: Annotated[float, typer.Option(min=0.0, help="GiB of a device; default: what there is.")] = 0.0,
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this machine; ray: a Ray cluster.")] = "local",
+    ray: Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray's address; auto: this machine's Ray.")] = "auto",
+    host: Annotated[str, typer.Option(help="Where the API listens; not loopback: needs --token-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="Every request must carry the token in it.")
+    ] = None,
+    home: HomeOption = None,
+    json: Json = False,
+) -> None:
+    """Start a cluster, and go on with the jobs that were there. Running already: says so."""
+    from dataclasses import asdict
+
+    from . import local
+
+    start = time.monotonic()
+    address, ran = local.up(
+        home, devices=devices, emulated=emulated, policy=policy, device_bytes=int(memory * 2**30), engine=engine,
+        ray=ray, host=host, port=port, token_file=token_file,
+    )  # fmt: skip
+    took = time.monotonic() - start
+    status = _client(home, "", None).status(jobs=False)
+    count, kind = len(status["devices"]), "emulated devices" if status["emulated"] else "devices"
+    facts = {**asdict(address), "url": address.url, "ran_already": ran, "devices": count, "policy": status["policy"]}
+    said = "runs already" if ran else f"up in {took:.1f} s"
+    _emit(facts, json, f"{said}: {count} {kind}, policy {status['policy']}, {address.url}")
+
+
+@app.command()
+def down(
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds for running jobs to write checkpoints.")] = 10.0,
+    home: HomeOption = None,
+    json: Json = False,
+) -> None:
+    """End the cluster. Jobs stay in its store and go on with the next `up`."""
+    from . import local
+
+    ran = local.down(home, grace=grace)
+    _emit({"down": True, "ran": ran}, json, "down" if ran else "no cluster was running")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job file, or with --gang any training script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]…", help="Of a gang's script.")] = None,
+    name: Annotated[str, typer.Option(help="Default: the file's.")] = "",
+    workers: Annotated[int | None, typer.Option(min=1, max=4096, help="Instead of the file's own.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the file's own.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per step; instead of the file's own.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the file's own.")] = None,
+    spb: Annotated[
+        Literal["off", "ladder", "balanced", "guard"] | None, typer.Option(help="Partial backpropagation.")
+    ] = None,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Its speed is promised.")] = False,
+    background: Annotated[bool, typer.Option("--background", help="It fills gaps only.")] = False,
+    bound: Annotated[float, typer.Option(min=0.0001, max=10.0, help="Slow-down a foreground job accepts.")] = 0.05,
+    gang: Annotated[int, typer.Option(min=0, max=4096, help="Ranks of a script as under torchrun.")] = 0,
+    task_timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds; longer tasks are endless.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended; exit code 1 unless it finished.")] = False,
+    home: HomeOption = None,
+    url: Url = "",
+    token_file: Token = None,
+    json: Json = False,
+) -> None:
+    """Hand in a job. It is safely stored when this returns."""
+    import uuid
+
+    if foreground and background:
+        raise typer.BadParameter("expected one of --foreground and --background, got both")
+    if arguments and not gang:
+        raise typer.BadParameter(f"no such option or argument: {arguments[0]} (scripts with arguments: --gang N)")
+    given = {"workers": workers, "steps": steps, "batch": batch, "seed": seed, "spb": spb}
+    options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    if options and gang:
+        raise typer.BadParameter(f"--{next(iter(options))}: not for gangs; a script's own options follow after --")
+    if task_timeout is not None:
+        options["task_timeout"] = task_timeout
+    submission = {
+        "text": _text(file), "name": name or _name(file), "kind": "gang" if gang else "tasks", "gang": gang,
+        "share": "foreground" if foreground else "background" if background else "normal", "bound": bound,
+        "options": options, "arguments": arguments or [], "request": str(uuid.uuid4()),
+    }  # fmt: skip
+    client = _client(home, url, token_file)
+    job = _patiently(lambda: client.submit(submission))
+    if wait:
+        number = job["job"]
+        while job["state"] not in ("finished", "failed", "cancelled"):
+            time.sleep(0.1)
+            job = _patiently(lambda: client.job(number), limit=60.0)
+    line = f"job {job['job']} ({job['name']}): {job['state']}"
+    _emit(job, json, f"{line}: {job['reason']}" if job.get("reason") else line)
+    if wait and job["state"] != "finished":
+        raise typer.Exit(1)
+
+
+def _text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+        compile(text, str(file), "exec", dont_inherit=True)
+    except OSError as e:
+        raise InputError(file, "", f"cannot be read: {(e.strerror or str(e)).lower()}") from None
+    except UnicodeDecodeError:
+        raise InputError(file, "", "expected Python text in UTF-8") from None
+    except SyntaxError as e:
+        raise InputError(file, f"line {e.lineno}", f"expected valid Python: {e.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as e:
+        raise InputError(file, "", f"expected valid Python: {e}") from None
+    return text
+
+
+def _name(file: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9 ._-]", "-", file.stem).lstrip(" ._-")[:64] or "job"
+
+
+def _patiently(ask: Callable[[], dict[str, Any]], *, limit: float = 10.0) -> dict[str, Any]:
+    """Asks again while the coordinator is being restarted; the supervisor keeps its address."""
+    from .client import Unreachable
+
+    end = time.monotonic() + limit
+    while True:
+        try:
+            return ask()
+        except Unreachable as e:
+            if time.monotonic() > end or "no cluster runs" in str(e):
+                raise
+            time.sleep(0.1)
+
+
+@app.command()
+def status(
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, until Ctrl-C.")] = False,
+    home: HomeOption = None,
+    url: Url = "",
+    token_file: Token = None,
+    json: Json = False,
+) -> None:
+    """Devices and jobs."""
+    client = _client(home, url, token_file)
+    found = client.status()
+    if json:
+        _emit(found, True)
+        return
+    from dovetail.cli import shell
+
+    from .display import draw
+
+    if not watch:
+        shell.show(*draw(found))
+        return
+    from rich.console import Group
+    from rich.live import Live
+
+    with contextlib.suppress(KeyboardInterrupt), Live(console=shell.console(), screen=False) as shown:
+        while True:
+            shown.update(Group(*draw(found)), refresh=True)
+            time.sleep(0.5)
+            found = _patiently(client.status)
+
+
+@app.command()
+def why(job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: Json = False) -> None:
+    """Why a job waits, or is slow."""
+    found = _client(home, url, token_file).why(job)
+    _emit(found, json, f"job {found['job']} ({found['name']}): {found['state']}", *(f"  {w}" for w in found["why"]))
+
+
+@app.command()
+def logs(
+    job: JobNumber,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    home: HomeOption = None,
+    url: Url = "",
+    token_file: Token = None,
+    json: Json = False,
+) -> None:
+    """What a job printed, and what happened to it."""
+    client = _client(home, url, token_file)
+    found = client.logs(job)
+    if json:
+        _emit(found, True)
+        return
+    while True:
+        sys.stdout.write(found["text"])
+        sys.stdout.flush()
+        ended = found["state"] in ("finished", "failed", "cancelled")
+        if not follow or (ended and not found["text"]):
+            return
+        if not found["text"]:
+            time.sleep(0.2)
+        found = _patiently(partial(client.logs, job, offset=found["offset"]))
+
+
+def _change(verb: str, past: str) -> Callable[..., None]:
+    def change(
+        job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: Json = False
+    ) -> None:
+        found = getattr(_client(home, url, token_file), verb)(job)
+        _emit(found, json, f"job {found['job']} ({found['name']}): {past}")
+
+    change.__name__ = verb
+    return change
+
+
+for _verb, _past, _help in (
+    ("cancel", "cancelled", "End a job for good."),
+    ("pause", "paused", "Let a job write a checkpoint and give up its devices."),
+    ("resume", "in the queue again", "Let a paused job go on from its checkpoint."),
+):
+    app.command(_verb, help=_help)(_change(_verb, _past))
+app.command()(replay)

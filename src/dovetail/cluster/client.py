@@ -1,0 +1,123 @@
+"""The API from Python: one method for each verb. Needs nothing but the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dovetail.core.errors import Error
+
+from .home import Home, default_home
+
+
+class Unreachable(Error):
+    """No cluster answers there."""
+
+
+class Refused(Error):
+    """The cluster answered that the request is wrong; `status` is HTTP's code."""
+
+    def __init__(self, line: str, status: int) -> None:
+        self.status = status
+        super().__init__(line)
+
+
+class Client:
+    """A cluster by its home (the default one if None) or by its URL and token."""
+
+    def __init__(self, where: Path | str | None = None, token: str = "", *, timeout: float = 30.0) -> None:
+        self._timeout = timeout
+        self._token = token
+        if isinstance(where, str) and where.startswith(("http://", "https://")):
+            self._url, self._home = where.rstrip("/"), None
+        else:
+            self._url, self._home = "", Home(Path(where) if where is not None else default_home())
+
+    def submit(self, submission: dict[str, Any]) -> dict[str, Any]:
+        """The fields of `submission.Submission`; the new job."""
+        return self._ask("POST", "/jobs", submission)
+
+    def jobs(self, *, state: str = "", limit: int = 1000, before: int = 0) -> list[dict[str, Any]]:
+        """Newest first."""
+        found: list[dict[str, Any]] = self._ask("GET", f"/jobs?state={state}&limit={limit}&before={before}")["jobs"]
+        return found
+
+    def job(self, job: int | str) -> dict[str, Any]:
+        return self._ask("GET", f"/jobs/{_number(job)}")
+
+    def status(self, *, jobs: bool = True) -> dict[str, Any]:
+        return self._ask("GET", "/status" if jobs else "/status?jobs=false")
+
+    def why(self, job: int | str) -> dict[str, Any]:
+        return self._ask("GET", f"/jobs/{_number(job)}/why")
+
+    def logs(self, job: int | str, *, offset: int = -1, limit: int = 65536) -> dict[str, Any]:
+        """A piece of its log: `text` and the `offset` after it. A negative offset: the last `limit` bytes."""
+        return self._ask("GET", f"/jobs/{_number(job)}/logs?offset={offset}&limit={limit}")
+
+    def cancel(self, job: int | str) -> dict[str, Any]:
+        return self._ask("POST", f"/jobs/{_number(job)}/cancel")
+
+    def pause(self, job: int | str) -> dict[str, Any]:
+        return self._ask("POST", f"/jobs/{_number(job)}/pause")
+
+    def resume(self, job: int | str) -> dict[str, Any]:
+        return self._ask("POST", f"/jobs/{_number(job)}/resume")
+
+    def timeline(self, *, limit: int = 10_000) -> dict[str, Any]:
+        return self._ask("GET", f"/timeline?limit={limit}")
+
+    def down(self, *, grace: float = 10.0) -> dict[str, Any]:
+        return self._ask("POST", "/down", {"grace": grace})
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        url, token = self._where()
+        parts = urlsplit(url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        if not parts.hostname:
+            raise Error(f"{url}: expected the address of a cluster, http://HOST:PORT")
+        connection = kind(parts.hostname, parts.port, timeout=self._timeout)
+        headers = {"Content-Type": "application/json"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        try:
+            data = json.dumps(body).encode() if body is not None else None
+            connection.request(method, path, body=data, headers=headers)
+            answer = connection.getresponse()
+            text, status = answer.read(), answer.status
+        except (OSError, http.client.HTTPException) as e:
+            raise Unreachable(f"{url}: no cluster answers ({e})") from None
+        finally:
+            connection.close()
+        try:
+            found = json.loads(text)
+        except ValueError:
+            raise Unreachable(f"{url}: something other than a cluster answers") from None
+        if status >= 400:
+            detail = found.get("detail") if isinstance(found, dict) else None
+            raise Refused(str(detail or f"the cluster answered {status}"), status)
+        assert isinstance(found, dict), "every answer is an object"
+        return found
+
+    def _where(self) -> tuple[str, str]:
+        if self._home is None:
+            return self._url, self._token
+        address = self._home.address()
+        if address is None or self._home.supervisor() is None:
+            raise Unreachable(f"no cluster runs in {self._home.path}: start one with `dovetail cluster up`")
+        token = self._token
+        if not token and address.token_file:
+            from .local import read_token
+
+            token = read_token(Path(address.token_file))
+        return address.url, token
+
+
+def _number(job: int | str) -> int:
+    try:
+        return int(job)
+    except ValueError:
+        raise Error(f"job {job!r}: expected its number") from None

@@ -1,0 +1,88 @@
+"""A foreground job's promise on one device: which fillers may start, and what they have cost it.
+
+A filler may start if the time it is predicted to take, times a margin, passes before the job wants the device again.
+Predictions err, so the margin learns: a filler that made the job wait doubles it, every gap that was filled without
+that shrinks it by a twentieth, and a margin that would grow beyond its limit stops fillers for a while, each time
+longer. Beside it stands an account in seconds of delay: the promised bound fills it as time passes, every delay is
+taken from it, and below zero no filler starts. So over any stretch of time the delay is at most the bound's share of
+it, plus what the account can hold, plus one filler, however wrong the predictions are. A job on several devices is
+late when one of them is, so each device has its share of the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEAST_MARGIN, MOST_MARGIN = 1.05, 16.0
+"""Real task times spread by 3.5–9 % around their mean; the first is about one such spread."""
+SHRINK = 0.95
+TOLERANCE = 0.001
+"""Seconds of delay that count, but say nothing about predictions: a message's way and a switch take that long."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+WINDOW = 10.0
+"""Seconds for which an account that is not used goes on filling."""
+PATIENCE = 0.25
+"""A job that is late by t seconds may be late for long: a filler of up to this share of t may start."""
+
+
+class Promise:
+    """One foreground job on one device. All times are of one clock that the caller reads."""
+
+    __slots__ = ("_at", "_credit", "_pause", "bound", "delay", "margin", "paused_until", "since")
+
+    def __init__(self, bound: float, now: float) -> None:
+        self.bound = bound
+        self.margin = LEAST_MARGIN
+        self.delay = 0.0
+        """Seconds for which the job waited for fillers here, since `since`."""
+        self.since = now
+        self.paused_until = now
+        self._pause = FIRST_PAUSE
+        self._credit, self._at = 0.0, now
+
+    def credit(self, now: float) -> float:
+        """Seconds of delay that the job would not mind now; below zero where it has had too much."""
+        self._credit = min(self.bound * WINDOW, self._credit + self.bound * (now - self._at))
+        self._at = now
+        return self._credit
+
+    def allows(self, now: float, seconds: float, room: float) -> bool:
+        """Whether a filler that is predicted to take `seconds` may start, `room` seconds before the job's turn."""
+        return seconds * self.margin <= room and now >= self.paused_until and self.credit(now) >= 0.0
+
+    def delayed(self, now: float, seconds: float) -> None:
+        """A filler made the job wait."""
+        self.delay += seconds
+        self._credit = self.credit(now) - seconds
+        if seconds <= TOLERANCE:
+            return
+        if self.margin * 2 <= MOST_MARGIN:
+            self.margin *= 2
+        else:
+            self.margin = MOST_MARGIN
+            self.paused_until = now + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def clean(self) -> None:
+        """A gap was filled, and nobody waited."""
+        self.margin = max(LEAST_MARGIN, self.margin * SHRINK)
+        if self.margin == LEAST_MARGIN:
+            self._pause = FIRST_PAUSE
+
+    def slowdown(self, now: float) -> float:
+        """The delay as a share of the time that the job would have been here without it."""
+        rest = now - self.since - self.delay
+        return self.delay / rest if rest > 0 else 0.0
+
+
+@dataclass
+class Filled:
+    """The device's last task of a background job, and how many there were."""
+
+    start: float = 0.0
+    stop: float = 0.0
+    count: int = 0
+
+    def overlap(self, since: float, until: float) -> float:
+        """Seconds of it in which somebody waited from `since` until `until`."""
+        return max(0.0, min(until, self.stop) - max(since, self.start))

@@ -1,0 +1,232 @@
+"""The cluster's home: the folder that holds everything it must not forget, and the names of what is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dovetail.core.errors import Error, InputError
+from dovetail.core.store import write_text
+
+VARIABLE = "DOVETAIL_HOME"
+SHARED_MEMORY = Path("/dev/shm")
+_FLOCK = struct.Struct("@hhqqi4x")  # Linux's struct flock: type, whence, start, length, process
+
+
+def default_home() -> Path:
+    """$DOVETAIL_HOME, or dovetail/cluster under the user's state folder."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "dovetail" / "cluster"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `cluster up` was told; the coordinator and the supervisor read it."""
+
+    devices: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    emulated: bool = False
+    device_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 * 2**30
+    policy: str = "jigsaw"
+    engine: Literal["local", "ray"] = "local"
+    ray: str = "auto"
+    """Ray's address, for its engine."""
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    control_host: str = "127.0.0.1"
+    """Where executors and aggregators reach the coordinator; another than loopback only with machines that join."""
+    token_file: str = ""
+    prepare: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
+    """Most jobs whose aggregators wait for devices."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a running cluster listens; in `address.json`."""
+
+    host: str
+    port: int
+    control: tuple[str, int]
+    supervisor: int
+    """Process ids."""
+    coordinator: int
+    engine: str = "local"
+    token_file: str = ""
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Names within one home."""
+
+    path: Path
+
+    @property
+    def database(self) -> Path:
+        return self.path / "cluster.db"
+
+    @property
+    def key_file(self) -> Path:
+        return self.path / "key"
+
+    @property
+    def address_file(self) -> Path:
+        return self.path / "address.json"
+
+    @property
+    def settings_file(self) -> Path:
+        return self.path / "settings.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def spans(self) -> Path:
+        return self.path / "spans"
+
+    def job(self, job: int | str) -> Path:
+        """A job's folder. Jobs are numbered by us: no name that a user chose is part of a path."""
+        return self.path / "jobs" / str(int(job))
+
+    def running_file(self, device: int) -> Path:
+        """Where an executor notes whose task it runs, so that its death can be laid at somebody's door."""
+        return self.path / "executors" / f"{device}.running"
+
+    def create(self) -> None:
+        """The folders and the secret, readable by the owner only."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o700)
+        for folder in ("jobs", "logs", "spans", "executors"):
+            (self.path / folder).mkdir(exist_ok=True)
+        if not self.key_file.exists():
+            temporary = self.path / f".key.{os.getpid()}"
+            handle = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+            os.write(handle, secrets.token_hex(32).encode())
+            os.fsync(handle)
+            os.close(handle)
+            temporary.replace(self.key_file)
+
+    def key(self) -> str:
+        return self.key_file.read_text(encoding="ascii").strip()
+
+    # -- settings and address --
+
+    def settings(self) -> Settings:
+        try:
+            return msgspec.json.decode(self.settings_file.read_bytes(), type=Settings)
+        except OSError:
+            raise Error(f"{self.settings_file}: missing: start the cluster with `dovetail cluster up`") from None
+        except msgspec.MsgspecError as e:
+            raise InputError(self.settings_file, "", str(e)) from None
+
+    def write_settings(self, settings: Settings) -> None:
+        write_text(self.settings_file, msgspec.json.format(msgspec.json.encode(settings), indent=1).decode() + "\n")
+
+    def address(self) -> Address | None:
+        """Of the cluster that runs here; None if there is none or it has not come up yet."""
+        try:
+            data: dict[str, Any] = json.loads(self.address_file.read_text(encoding="utf-8"))
+            data["control"] = tuple(data["control"])
+            return Address(**data)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def write_address(self, address: Address) -> None:
+        write_text(self.address_file, json.dumps(address.__dict__, indent=1) + "\n")
+
+    # -- who runs --
+
+    def lock(self) -> int | None:
+        """Makes this process the one supervisor of the home until it ends: a descriptor, or None if there is one.
+
+        A POSIX lock: children that are forked do not hold it, and the kernel lets go of it whatever happens.
+        """
+        handle = os.open(self.path / "supervisor.lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            return None
+        return handle
+
+    def supervisor(self) -> int | None:
+        """The process id of the supervisor, None if none runs."""
+        try:
+            handle = os.open(self.path / "supervisor.lock", os.O_RDONLY)
+        except OSError:
+            return None
+        try:  # asks who would be in the way; taking the lock to see would be in the way itself
+            asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+        finally:
+            os.close(handle)
+        return None if kind == fcntl.F_UNLCK else int(pid)
+
+    # -- the supervisor's socket --
+
+    def listen(self) -> socket.socket:
+        """The supervisor's socket; the name is taken through a descriptor, since the kernel allows only 108 bytes."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / "supervisor.sock").unlink()
+            sock.bind(f"/proc/self/fd/{folder}/supervisor.sock")
+        finally:
+            os.close(folder)
+        (self.path / "supervisor.sock").chmod(0o600)
+        sock.listen(16)
+        return sock
+
+    def connect(self) -> socket.socket:
+        """To the supervisor; an OSError if there is none."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            sock.connect(f"/proc/self/fd/{folder}/supervisor.sock")
+        except OSError:
+            sock.close()
+            raise
+        finally:
+            os.close(folder)
+        return sock
+
+
+def cluster_id(home: Path) -> str:
+    """Eight letters that tell this home's shared memory from that of other clusters on the machine."""
+    return hashlib.sha256(str(Path(home).resolve()).encode()).hexdigest()[:8]
+
+
+def arena_name(home: Path, job: int | str, epoch: int) -> str:
+    """The name under /dev/shm of one start of a job; a second piece of the same may follow after a dot."""
+    return f"dovetail-{cluster_id(home)}-{job}-{epoch}"
+
+
+def sweep_arenas(home: Path, *, alive: Iterable[tuple[str, int]] = ()) -> list[str]:
+    """Removes shared memory whose aggregator is dead, all but that of `alive` (job, epoch). Says what it removed."""
+    keep = {arena_name(home, job, epoch) for job, epoch in alive}
+    removed = []
+    for path in SHARED_MEMORY.glob(f"dovetail-{cluster_id(home)}-*"):
+        if path.name.partition(".")[0] not in keep:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path.name)
+    return removed

@@ -1,0 +1,230 @@
+"""Every task that ran, one line each, in spans/device-D.jsonl of the cluster's home.
+
+On a task's path a tuple is put into a list. The executor's beating thread writes the list out twice a second, the
+executor once more at its end; a kill loses at most what ran since. A file that has grown to its limit becomes
+device-D.1.jsonl and takes the place of the one before, so a device never has more than two.
+
+Times are of time.monotonic(), which all processes of a machine share. Each file begins, and each executor's part in
+it, with a line that says how that clock stands to the calendar's, so that tasks of several machines can be laid side
+by side. A last line that was cut by a kill is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from dovetail.core.job import Lease, Schedule, TaskRun
+from dovetail.core.timeline import Timeline
+
+LIMIT_BYTES = 32 * 2**20
+_MOST_WAITING = 100_000  # tasks kept while the disk takes none; later ones are dropped
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+_Device = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
+    """An executor begins here."""
+
+    device: _Device
+    node: str
+    boot: str
+    """Tells the machine's starts apart: its clock begins anew with each."""
+    offset: float
+    """Seconds to add to the other lines' times for time.time()."""
+    emulated: bool = False
+
+
+class Ran(msgspec.Struct, frozen=True, kw_only=True, tag="task", omit_defaults=True):
+    """One task."""
+
+    job: str
+    iteration: int
+    worker: int
+    device: _Device
+    start: _Seconds
+    stop: _Seconds
+    overhead: float = 0.0
+    """Seconds from when it could have started (its release or the end of the task before, whichever was later; for one
+    that was held back, when its time had come) to its start."""
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
+    """A job was resident on the device, or a rank of a gang had it."""
+
+    job: str
+    device: _Device
+    start: _Seconds
+    stop: _Seconds
+
+
+Line = Clock | Ran | Held
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+
+
+class Recorder:
+    """The writer of one device. `task` and `lease` may be called while another thread is in `flush`."""
+
+    def __init__(self, home: Path, device: int, *, node: str, emulated: bool, limit: int = LIMIT_BYTES) -> None:
+        self.path = Path(home) / "spans" / f"device-{device}.jsonl"
+        self._device, self._limit = device, limit
+        self._clock = Clock(
+            device=device, node=node, boot=_boot(), offset=round(time.time() - time.monotonic(), 6), emulated=emulated
+        )
+        self._new: list[tuple[str, int, int, float, float, float]] = []
+        self._leases: list[Held] = []
+        self._lock = threading.Lock()
+        self._file = self._open()
+
+    def task(self, job: str, iteration: int, worker: int, start: float, stop: float, overhead: float) -> None:
+        """Notes a task that has ended."""
+        if len(self._new) < _MOST_WAITING:
+            self._new.append((job, iteration, worker, start, stop, overhead))
+
+    def lease(self, job: str, start: float, stop: float) -> None:
+        """Notes that a job has left the device."""
+        self._leases.append(Held(job=job, device=self._device, start=_short(start), stop=_short(stop)))
+
+    def flush(self) -> None:
+        """Writes out what is new. A full disk is no reason to stop computing: then it is tried again later."""
+        with self._lock:
+            tasks, leases = len(self._new), len(self._leases)
+            if not tasks and not leases:
+                return
+            lines = [
+                Ran(
+                    job=job,
+                    iteration=iteration,
+                    worker=worker,
+                    device=self._device,
+                    start=_short(start),
+                    stop=_short(stop),
+                    overhead=_short(overhead),
+                )
+                for job, iteration, worker, start, stop, overhead in self._new[:tasks]
+            ]
+            before = os.fstat(self._file).st_size
+            try:
+                _write(self._file, _encoder.encode_lines([*lines, *self._leases[:leases]]))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, before)
+                return
+            del self._new[:tasks], self._leases[:leases]
+            if os.fstat(self._file).st_size >= self._limit:
+                self.path.replace(self.path.with_name(f"{self.path.stem}.1.jsonl"))
+                os.close(self._file)
+                self._file = self._open()
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._file)
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        size = os.fstat(handle).st_size
+        cut = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        with contextlib.suppress(OSError):
+            _write(handle, b"\n" * cut + _encoder.encode(self._clock) + b"\n")
+        return handle
+
+
+def lines(home: str | Path) -> Iterator[Line]:
+    """All lines of all devices, older files first; whatever is not one is passed over."""
+    for path in sorted(Path(home, "spans").glob("device-*.jsonl"), key=lambda p: (".1." not in p.name, p.name)):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            for line in file:
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    yield _decoder.decode(line)
+
+
+def ran(home: str | Path) -> list[Ran]:
+    """Every recorded task in order of its start, in seconds of the calendar's clock (time.time())."""
+    return _read(home)[0]
+
+
+def read(home: str | Path, *, policy: str = "cluster") -> Schedule:
+    """What ran, and who was resident where, in seconds from the first of either."""
+    tasks, leases, _ = _read(home)
+    covered: dict[tuple[str, int], list[Held]] = {}
+    for lease in leases:
+        covered.setdefault((lease.job, lease.device), []).append(lease)
+    open_leases: dict[tuple[str, int], Held] = {}
+    for t in tasks:  # of a job that is still there, or was when its executor was killed
+        key = t.job, t.device
+        if not any(held.start <= t.start and t.stop <= held.stop for held in covered.get(key, ())):
+            start = open_leases[key].start if key in open_leases else t.start
+            open_leases[key] = Held(job=t.job, device=t.device, start=start, stop=t.stop)
+    held_all = [*leases, *open_leases.values()]
+    both: list[Ran | Held] = [*tasks, *held_all]
+    origin = min((x.start for x in both), default=0.0)
+    return Schedule(
+        policy=policy,
+        source="measured",
+        devices=1 + max((x.device for x in both), default=0),
+        leases=tuple(
+            Lease(job=h.job, devices=(h.device,), start=h.start - origin, stop=h.stop - origin)
+            for h in sorted(held_all, key=lambda h: (h.start, h.device))
+        ),
+        tasks=tuple(
+            TaskRun(
+                job=t.job,
+                iteration=t.iteration,
+                worker=t.worker,
+                device=t.device,
+                start=t.start - origin,
+                stop=t.stop - origin,
+            )
+            for t in tasks
+        ),
+    )
+
+
+def timeline(home: str | Path, *, name: str = "cluster") -> Timeline:
+    """The same as spans; says whether any device was emulated."""
+    emulated = _read(home)[2]
+    return msgspec.structs.replace(read(home, policy=name).timeline(), emulated=emulated)
+
+
+def _read(home: str | Path) -> tuple[list[Ran], list[Held], bool]:
+    offsets: dict[tuple[str, str], float] = {}  # one for each machine and start, or its devices would shift
+    offset, emulated = 0.0, False
+    tasks: list[Ran] = []
+    leases: list[Held] = []
+    for line in lines(home):
+        if isinstance(line, Clock):
+            offset = offsets.setdefault((line.node, line.boot), line.offset)
+            emulated |= line.emulated
+        elif line.stop >= line.start and line.start + offset >= 0:
+            moved = msgspec.structs.replace(line, start=line.start + offset, stop=line.stop + offset)
+            if isinstance(moved, Ran):
+                tasks.append(moved)
+            else:
+                leases.append(moved)
+    tasks.sort(key=lambda t: (t.start, t.device))
+    return tasks, leases, emulated
+
+
+def _write(handle: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(handle, data) :]
+
+
+def _short(seconds: float) -> float:
+    return round(seconds, 7)
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,257 @@
+"""Real aggregators and executors for tests, forked from one process that has imported torch; and a coordinator's desk.
+
+`Workshop` starts `python -m tests.cluster.workshop`, which forks on command and says who ended how. `Desk` is where the
+aggregators report: the test reads their messages and answers as the coordinator would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dovetail.cluster.home import arena_name, cluster_id
+from dovetail.cluster.messages import Claim, Done, Hello, Join, Leave, Message, Released, Task, TaskFailed, Welcome
+from dovetail.cluster.wire import Connection
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "secret"
+LIMIT = 60.0
+M = TypeVar("M", bound=Message)
+
+
+class Workshop:
+    """One home with one job in it, and the processes of it."""
+
+    def __init__(self, process: subprocess.Popen[str], home: Path) -> None:
+        self._process, self.home = process, home
+        self.pids: set[int] = set()
+
+    def job(self, number: str, text: str, **options: Any) -> Path:
+        folder = self.home / "jobs" / number
+        folder.mkdir(parents=True)
+        (folder / "job.py").write_text(text, encoding="utf-8")
+        (folder / "submission.json").write_text(json.dumps({"options": options}), encoding="utf-8")
+        return folder
+
+    def aggregator(self, job: str, epoch: int, desk: Desk, *, node: str = "") -> int:
+        settings = {"home": str(self.home), "job": job, "epoch": epoch, "coordinator": desk.address}
+        return self._start("aggregator", {**settings, "node": node, "key_file": str(self.home / "key")})
+
+    def executor(self, hello: Hello, device: int, **manner: Any) -> int:
+        """Serves the aggregator that said this Hello, until that ends. `manner`: see `execute`."""
+        given = {"home": str(self.home), "job": hello.job, "epoch": hello.epoch, "address": hello.address}
+        return self._start("executor", {**given, "device": device, **manner})
+
+    def _start(self, role: str, settings: dict[str, Any]) -> int:
+        pid = int(self._ask({"do": "start", "role": role, "settings": settings}))
+        self.pids.add(pid)
+        return pid
+
+    def wait(self, pid: int, timeout: float = LIMIT) -> int:
+        """The exit code; negative for a signal."""
+        code = self._ask({"do": "wait", "pid": pid, "timeout": timeout})
+        assert code is not None, f"process {pid} still runs after {timeout} s"
+        self.pids.discard(pid)
+        return int(code)
+
+    def kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self.wait(pid)
+
+    def memory(self, job: str, epoch: int) -> Path:
+        return Path("/dev/shm") / arena_name(self.home, job, epoch)
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the workshop has ended"
+        return json.loads(line)
+
+
+@contextmanager
+def workshop(home: Path) -> Iterator[Workshop]:
+    (home / "key").write_text(KEY, encoding="ascii")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.cluster.workshop", str(home / "workshop.log")]
+    process = subprocess.Popen(command, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    ours = Workshop(process, home)
+    try:
+        yield ours
+    finally:
+        for pid in list(ours.pids):
+            ours.kill(pid)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        process.wait(30)
+        process.stdout.close()
+        for path in Path("/dev/shm").glob(f"dovetail-{cluster_id(home)}-*"):
+            path.unlink()
+
+
+class Desk:
+    """A coordinator that does nothing by itself."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.connection: Connection | None = None
+
+    def hello(self, timeout: float = LIMIT) -> Hello:
+        """Of the next aggregator that comes."""
+        self._listener.settimeout(timeout)
+        sock, _ = self._listener.accept()
+        self.hang_up()
+        self.connection = Connection(sock)
+        return self.hear(Hello)
+
+    def hear(self, kind: type[M], timeout: float = LIMIT) -> M:
+        """The next message of that kind; others before it are dropped."""
+        assert self.connection is not None
+        limit = time.monotonic() + timeout
+        while (left := limit - time.monotonic()) > 0:
+            message = self.connection.receive(timeout=left)
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} within {timeout} s")
+
+    def say(self, message: Message) -> None:
+        assert self.connection is not None
+        self.connection.send(message)
+
+    def hang_up(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+    def close(self) -> None:
+        self.hang_up()
+        self._listener.close()
+
+
+# -- in the other processes --
+
+
+def execute(
+    *,
+    home: str,
+    job: str,
+    epoch: int,
+    address: list[Any],
+    device: int,
+    jitter: float = 0.0,
+    twice: float = 0.0,
+    die_after: int = -1,
+    emulated: bool = False,
+    node: str = "",
+) -> None:
+    """The plainest executor: claims whenever something may be ready.
+
+    `jitter`: waits up to so many seconds before claims and ends; `twice`: the share of tasks that it runs twice;
+    `die_after`: dies by SIGKILL in the middle of its so-manieth task.
+    """
+    from dovetail.cluster import channel, jobs, task
+    from dovetail.cluster.starting import submission
+
+    chance = random.Random(device + 1000 * epoch)
+    folder = Path(home) / "jobs" / job
+    with contextlib.suppress(ConnectionError):
+        connection = Connection.to((address[0], address[1]))
+        connection.send(Join(key=KEY, job=job, epoch=epoch, device=device, node=node))
+        welcome = connection.receive(timeout=LIMIT)
+        if not isinstance(welcome, Welcome):
+            return
+        through = None
+        if not welcome.memory:
+            through = channel.join(welcome.store, welcome.channel, local="127.0.0.1", timeout=LIMIT)
+        loaded = jobs.load(folder / "job.py", submission(folder))
+        runner = task.open_runner(loaded, welcome.memory, emulated=emulated, header=welcome.header, channel=through)
+        count = 0
+        while True:
+            message = connection.receive(timeout=LIMIT)
+            if message is None or isinstance(message, Leave):
+                return
+            if isinstance(message, Released) and message.workers:
+                connection.send(Claim(iteration=message.iteration))
+            if not isinstance(message, Task) or message.worker < 0:
+                continue
+            count += 1
+            time.sleep(jitter * chance.random())
+            try:
+                done: Done = runner.run(message)
+                if chance.random() < twice:
+                    done = runner.run(message)
+            except task.JobError as e:
+                failed = TaskFailed(iteration=message.iteration, worker=message.worker, reason=str(e), trace=e.trace)
+                connection.send(failed)
+                continue
+            except task.Stale:
+                continue
+            if count == die_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(jitter * chance.random())
+            connection.send(done)
+            connection.send(Claim(iteration=message.iteration))
+
+
+def _child(role: str, settings: dict[str, Any], log: str) -> None:
+    from dovetail.cluster import roles
+
+    handle = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    roles.die_with_parent()
+    if role == "aggregator":
+        os._exit(roles.run("aggregator", settings))
+    execute(**settings)
+    os._exit(0)
+
+
+def _serve(log: str) -> None:
+    import sklearn.datasets  # noqa: F401  # once for all, as torch
+    import torch
+
+    import dovetail.cluster.aggregator
+    import dovetail.cluster.task  # noqa: F401
+
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()  # imports torch's compiler, for seconds
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer: Any = None
+        if asked["do"] == "start":
+            pid = os.fork()
+            if not pid:
+                try:
+                    _child(asked["role"], asked["settings"], log)
+                except BaseException:
+                    import traceback
+
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)
+            answer = pid
+        else:
+            limit = time.monotonic() + asked["timeout"]
+            while answer is None and time.monotonic() < limit:
+                ended, status = os.waitpid(asked["pid"], os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if ended else None
+                time.sleep(0.005)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
