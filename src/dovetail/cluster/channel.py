@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class Channel:
         self._group = None
 
     def _pass(self, tensors: Sequence[torch.Tensor], *, sending: bool) -> None:
-        group = self._group
+        group: Any = self._group  # torch's stubs do not know its methods
         if group is None:
             raise Lost("the tensor channel is closed")
         try:
@@ -90,7 +91,7 @@ def join(
     """
     wait = timedelta(seconds=meeting or timeout)
     try:
-        opened = dist.TCPStore(store[0], store[1], is_master=False, timeout=wait)
+        opened = dist.TCPStore(store[0], store[1], is_master=False, timeout=wait)  # type: ignore[attr-defined]
     except RuntimeError as e:
         raise Lost(f"the tensor channel's store at {store[0]}:{store[1]}: {_first_line(e)}") from None
     return _connect(opened, name, EXECUTOR, local=local, timeout=timeout, meeting=wait)
@@ -106,7 +107,7 @@ class Host:
         listening = socket.create_server((host, 0), family=_family(host))
         self.address: tuple[str, int] = (host, listening.getsockname()[1])
         # The store takes the descriptor over and closes it at its end.
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             self.address[1],
             is_master=True,
@@ -178,12 +179,13 @@ class Peer:
 def _connect(
     store: Store, name: str, member: int, *, local: str, timeout: float, meeting: timedelta
 ) -> Channel:  # fmt: skip
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local)]
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=local)]
     options._threads = 1
     options._timeout = meeting
     try:
-        group = dist.ProcessGroupGloo(PrefixStore(name, store), member, 2, options)
+        group = gloo(PrefixStore(name, store), member, 2, options)
     except RuntimeError as e:
         raise Lost(f"the tensor channel {name!r} did not connect: {_first_line(e)}") from None
     return Channel(group, member, timeout=timeout)

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -141,7 +142,7 @@ class RayEngine:
                 address=self.address,
                 namespace=f"dovetail-{self.cluster}",
                 log_to_driver=False,
-                logging_level="error",
+                logging_level=logging.ERROR,
             )
         except (ConnectionError, RuntimeError, ValueError) as e:
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
@@ -153,7 +154,8 @@ class RayEngine:
             node = rest.partition("#")[0]
             with contextlib.suppress(ray.exceptions.RayError, ValueError):  # gone meanwhile: nothing to adopt
                 handle = ray.get_actor(name)
-                found[key] = handle, ray.get(handle.pid.remote(), timeout=STARTING), node
+                pid: Any = ray.get(handle.pid.remote(), timeout=STARTING)
+                found[key] = handle, int(pid), node
         return found
 
     def _devices(self) -> list[Device]:
