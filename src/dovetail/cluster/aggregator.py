@@ -144,7 +144,7 @@ class Aggregator:
         assert self.training is not None
         while self.training.iteration < self.spec.steps:
             now = time.monotonic()
-            if self.stopping and (self.discard or not self.iteration.begun or now > self.stop_by):
+            if self.stopping and (self.discard or not self._worth_waiting(now)):
                 return
             if self.release_at is not None and now >= self.release_at and not self.stopping:
                 self._release(now)
@@ -153,6 +153,10 @@ class Aggregator:
             self._turn(min(TURN, wait))
             if self.iteration.complete:
                 self._barrier()
+
+    def _worth_waiting(self, now: float) -> bool:
+        """After Stop: whether the iteration will end by itself. Otherwise it is done again by the next start."""
+        return self.iteration.begun and not self.iteration.ready and now < self.stop_by
 
     def _leave_well(self) -> None:
         """Finished or stopped: what was done is on disk before anybody hears of it."""
