@@ -220,7 +220,9 @@ def plot(runs: Runs, path: Path) -> None:
     for axis, task in zip(axes[0], tasks, strict=True):
         found = rows(runs, task)
         for row in found.values():
-            control = "workers" in row.name or "steps" in row.name
+            control = ("workers" in row.name or "steps" in row.name) and not (
+                "ladder" in row.name or "guard" in row.name
+            )
             colour = "black" if row.name == "full" else "tab:orange" if control else "tab:blue"
             marker = "*" if "guard" in row.name else "s" if control else "o"
             axis.errorbar(
