@@ -249,14 +249,14 @@ def chaos(count: int, *, steps: int, devices: int, every: float, seed: int, limi
         home = Home(Path(folder))
         with cluster(home.path, devices=devices, emulated=True) as client:
             killer = Killer(home, seed, most)
-            pauses = random.Random(seed + 1)
+            pauses, glance = random.Random(seed + 1), Client(home.path, timeout=1.0)
             began = time.monotonic()
             jobs = chaos_jobs(client, count, steps=steps)
             while time.monotonic() - began < limit:
                 time.sleep(every * pauses.uniform(0.5, 1.5))
                 killer.strike()
-                with contextlib.suppress(Unreachable, Refused):
-                    if not ask(client, "status", limit=0.5)["jobs"]:
+                with contextlib.suppress(Unreachable, Refused):  # a coordinator that is just starting is not waited for
+                    if not glance.status()["jobs"]:
                         break
             ended = wait(client, jobs, limit=max(5.0, limit - (time.monotonic() - began)))
             took = time.monotonic() - began
