@@ -216,6 +216,24 @@ def test_an_endless_task_costs_its_executor_and_its_job_a_strike(tmp_path: Path)
     play(tmp_path, with_options)
 
 
+def test_two_endless_tasks_of_a_job_at_its_last_strike_end_the_job_and_nothing_else(tmp_path: Path) -> None:
+    from dovetail.cluster.submission import Options
+
+    async def scene(s: Stage) -> None:
+        job = s.submit(workers=2, options=Options(task_timeout=5.0))
+        while s.state(job) != "failed":
+            await s.running(job)
+            for d in s.live(job).devices:
+                s.executor(d).say(m.Beat(running=str(job), since=5.1))
+            await s.until(lambda: s.state(job) == "failed" or bool(s.live(job).not_before) or not s.live(job).devices)
+            if s.state(job) != "failed":
+                s.live(job).not_before = 1e-9  # no need to wait for its next try
+        other = s.submit()
+        await s.running(other)
+
+    play(tmp_path, scene)
+
+
 def test_pause_lets_a_job_leave_with_a_checkpoint_and_resume_brings_it_back(tmp_path: Path) -> None:
     async def scene(s: Stage) -> None:
         job = s.submit(workers=2)

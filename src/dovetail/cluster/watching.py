@@ -45,8 +45,9 @@ def executors(c: Coordinator, now: float) -> None:
         if number and not e.struck:
             e.struck = True
             c.kill(e.key)
-            c.strike(c.jobs[number], f"a task ran for more than {limits[number]:g} s")
-            c.kick()
+            if (job := c.jobs.get(number)) is not None:  # gone if its other worker's strike was its last
+                c.strike(job, f"a task ran for more than {limits[number]:g} s")
+                c.kick()
     for e in fleet.late(c.executors.values(), now):
         guilty = c.jobs.get(fleet.running_job(c.home, e.index))
         if guilty is not None and not e.struck:
