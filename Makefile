@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PAGE := src/dovetail/view/page/bundle/app.js
 NODE_MODULES := web/node_modules/.package-lock.json
 
-.PHONY: env demo test lint bench docs clean system page
+.PHONY: env demo test test-cluster lint bench docs clean system page
 
 # Without npm, or without a registry to install from, everything but the page of `dovetail view` works.
 env: system $(STAMP)
@@ -54,10 +54,17 @@ $(NODE_MODULES): web/package.json web/package-lock.json
 demo: env
 	@$(BIN)/dovetail demo
 
+# Whole clusters of real processes, killed and loaded: about four minutes more. Not part of `test` yet: one race is known,
+# a restarted coordinator may revoke a grant for a moment before the job's aggregator is back.
+LIVE := $(addprefix tests/cluster/test_,$(addsuffix .py,chaos coordinator examples executor_real gang load local_engine ray))
+
 # Three files at a time, since many tests wait; the fabric's tests, which watch kernels forward packets, by themselves.
 test: env lint
-	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --ignore tests/fabric
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --ignore tests/fabric $(addprefix --ignore ,$(LIVE))
 	@$(BIN)/python -m pytest -q tests/fabric
+
+test-cluster: env
+	@$(BIN)/python -m pytest -q $(LIVE)
 
 lint: env
 	@$(BIN)/ruff check .
