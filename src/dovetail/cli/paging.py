@@ -30,7 +30,8 @@ def show(files: Sequence[Path], *, html: Path | None, serve: bool, port: int, br
         shell.wrote(html)
     if not serve:
         return
-    with page.serving(page.Given(contents), port=port) as server:
+    # From the moment somebody can read the address, an interrupt is the ordinary end.
+    with contextlib.suppress(KeyboardInterrupt), page.serving(page.Given(contents), port=port) as server:
         typer.echo(server.url)
         shell.say("serving the page to this machine only; Ctrl-C ends")
         if browser:
@@ -38,9 +39,8 @@ def show(files: Sequence[Path], *, html: Path | None, serve: bool, port: int, br
 
             if not webbrowser.open(server.url):
                 shell.say("no browser found: open the address above")
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(3600)
+        while True:
+            time.sleep(3600)
 
 
 def read(files: Sequence[Path]) -> Contents:
