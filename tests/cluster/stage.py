@@ -29,6 +29,7 @@ class Actor:
         self.writer: asyncio.StreamWriter | None = None
         self.connections = 0
         self.leaves = False  # with its connection
+        self.pause = 0.01  # seconds before it tries to come back
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
@@ -48,7 +49,7 @@ class Actor:
             if self.leaves:
                 self.die(1)
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(self.pause)
 
     def say(self, message: m.Message) -> None:
         assert self.writer is not None

@@ -99,6 +99,10 @@ def sync(c: Coordinator) -> None:
             )
             for d in job.devices:
                 wanted[d][job.id, job.epoch] = grant
+        elif job.process and job.blamed != job.epoch:
+            # Its aggregator lives and is on its way to a restarted coordinator: who serves it goes on.
+            for d in job.devices:
+                wanted[d][job.id, job.epoch] = None
     for d, e in c.executors.items():
         e.sync(wanted[d], held_back)
 

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dovetail.core.errors import Error
 from dovetail.core.store import write_text
@@ -181,9 +181,9 @@ class RayEngine:
         for name, count in known.items():
             for i in range(count):
                 if name in alive:
-                    kind = "emulated" if self.emulated else "cpu"
+                    kind: Literal["cpu", "emulated"] = "emulated" if self.emulated else "cpu"
                     core = -1 if self.emulated else i
-                    found.append(Device(index=index + i, node=name, kind=kind, bytes=self.device_bytes, core=core))  # type: ignore[arg-type]  # fmt: skip
+                    found.append(Device(index=index + i, node=name, kind=kind, bytes=self.device_bytes, core=core))
             index += count
         return found
 
