@@ -66,13 +66,12 @@ def cluster(home: Path | None = None, **options: Any) -> Iterator[Client]:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-trial-")))
         stack.callback(local.down, home, grace=0.0)
         local.up(home, timeout=120.0, **options)
-        client = Client(home)
-        client.home = home  # type: ignore[attr-defined]
-        yield client
+        yield Client(home)
 
 
 def home_of(client: Client) -> Home:
-    return Home(Path(client.home))  # type: ignore[attr-defined]
+    assert client.home is not None, "by a folder, not by a URL"
+    return client.home
 
 
 def ask(client: Client, verb: str, *given: Any, limit: float = 60.0, **named: Any) -> Any:

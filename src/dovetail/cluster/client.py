@@ -32,9 +32,9 @@ class Client:
         self._timeout = timeout
         self._token = token
         if isinstance(where, str) and where.startswith(("http://", "https://")):
-            self._url, self._home = where.rstrip("/"), None
+            self._url, self.home = where.rstrip("/"), None
         else:
-            self._url, self._home = "", Home(Path(where) if where is not None else default_home())
+            self._url, self.home = "", Home(Path(where) if where is not None else default_home())
 
     def submit(self, submission: dict[str, Any]) -> dict[str, Any]:
         """The fields of `submission.Submission`; the new job."""
@@ -103,11 +103,11 @@ class Client:
         return found
 
     def _where(self) -> tuple[str, str]:
-        if self._home is None:
+        if self.home is None:
             return self._url, self._token
-        address = self._home.address()
-        if address is None or self._home.supervisor() is None:
-            raise Unreachable(f"no cluster runs in {self._home.path}: start one with `dovetail cluster up`")
+        address = self.home.address()
+        if address is None or self.home.supervisor() is None:
+            raise Unreachable(f"no cluster runs in {self.home.path}: start one with `dovetail cluster up`")
         token = self._token
         if not token and address.token_file:
             from .local import read_token
