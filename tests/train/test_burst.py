@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from dovetail.core.errors import Error
 from dovetail.simulate.launch import LaunchError
+from dovetail.train.burst_wire import Wire
 from tests.ranks import run_all
 from tests.train import burst_scenarios as scenarios
 
@@ -156,3 +159,27 @@ def test_what_goes_wrong_ends_everywhere_with_one_line(
 def test_when_a_rank_is_killed_the_others_end_with_one_line(refused: tuple[list[dict[str, str]], list[str]]) -> None:
     for line in refused[1]:
         assert line.startswith("burst rank ") and "a rank is gone or unreachable" in line and "\n" not in line
+
+
+class Ended:
+    """A collective that ends just after a slice of the wait for it is over, well or badly."""
+
+    def __init__(self, failure: str = "") -> None:
+        self.failure, self.waits = failure, 0
+
+    def wait(self, timeout: object) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_between_a_wait_and_a_look_counts_as_what_it_is() -> None:
+    wire = Wire(torch.device("cpu"), timeout=5.0)
+    wire.wait(Ended(), "weights")  # type: ignore[arg-type]
+    with pytest.raises(Error, match="weights: a rank is gone or unreachable \\(closed by peer\\)"):
+        wire.wait(Ended("closed by peer"), "weights")  # type: ignore[arg-type]

@@ -74,6 +74,7 @@ class Wire:
             work.wait()  # only lets the device's queue wait; torch's own watchdog ends a hung job
             return
         deadline = time.monotonic() + self.timeout
+        ended = False
         while True:
             try:
                 work.wait(SLICE)
@@ -81,9 +82,11 @@ class Wire:
             except RuntimeError as e:
                 if line := self.failure():
                     raise Error(line) from None
-                if work.is_completed():
+                if ended:
                     reason = _plain(e)
                     raise Error(f"burst rank {self.rank}: {what}: a rank is gone or unreachable ({reason})") from None
+                # It may have ended, even well, after the slice and before this look: then the next wait says how.
+                ended = work.is_completed()
                 if time.monotonic() > deadline:
                     raise Error(
                         f"burst rank {self.rank}: {what}: not done within {self.timeout:g} s, though no rank has "
