@@ -28,6 +28,8 @@ PORT = 9
 """Destination of a probe unless a class asks for another: "discard"."""
 PATIENCE = 2.0
 """Seconds after which a probe that neither arrived nor was counted as dropped is missing."""
+ATTEMPTS = 5
+"""Of a check during which links fail or come back; what it saw then fits no one graph."""
 
 
 @dataclasses.dataclass
@@ -165,16 +167,28 @@ def check(
     wanted = [(port, a, b, flow * 7919 + seed) for port in ports for a, b in ports[port] for flow in range(flows)]
     if len(wanted) > most:
         wanted = random.Random(seed).sample(wanted, most)
-    down = fabric.failed()
-    time.sleep(1.2 * PAUSE)  # classes that rest since before a link came back
-    # A link that came back within the last second may still be believed failed, and a worse path be taken for it.
-    outdated = any(fabric.plane.believed(s) - down for s in range(len(topology.switches)))
-    report = Report()
+    groups = {port: [(a, b, flow) for p, a, b, flow in wanted if p == port] for port in ports}
     with contextlib.ExitStack() as stack:
         sender = prober or stack.enter_context(Prober(fabric))
-        for port in ports:
-            group = [(a, b, flow) for p, a, b, flow in wanted if p == port]
-            judge(report, fabric, group, sender.send(group, v6=v6, dport=port), down, port=port)
+        for _ in range(ATTEMPTS):
+            down = fabric.failed()
+            report = _probe(fabric, groups, sender, down, v6=v6)
+            if (
+                fabric.failed() == down
+            ):  # a healed link has its carrier when the kernel gets round to it, up to a second
+                return report
+    raise Error(f"{topology.name}: links kept failing or coming back while probes were on their way")
+
+
+def _probe(
+    fabric: Fabric, groups: dict[int, list[tuple[int, int, int]]], sender: Prober, down: frozenset[int], *, v6: bool
+) -> Report:
+    time.sleep(1.2 * PAUSE)  # classes that rest since before a link came back
+    # A link that came back within the last second may still be believed failed, and a worse path be taken for it.
+    outdated = any(fabric.plane.believed(s) - down for s in range(len(fabric.topology.switches)))
+    report = Report()
+    for port, group in groups.items():
+        judge(report, fabric, group, sender.send(group, v6=v6, dport=port), down, port=port)
     if outdated:
         report.less_preferred.clear()
     return report
