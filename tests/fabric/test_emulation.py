@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import socket
@@ -95,6 +96,19 @@ def test_every_pair_agrees_with_the_oracle_while_links_break(fabric: emulate.Fab
             assert report.delivered > 100 and report.denied > 50
             for link in fabric.failed():
                 fabric.heal(link)
+
+
+def test_a_link_that_comes_back_during_a_check_is_no_violation(
+    fabric: emulate.Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = [frozenset(range(len(TREE.links))), frozenset[int]()]  # as read just before and after it has its carrier
+    monkeypatch.setattr(fabric, "failed", lambda: seen.pop(0) if len(seen) > 1 else seen[0])
+    report = check.check(fabric, flows=1, most=50)
+    assert report.holds and report.probes == 50
+    flapping = itertools.cycle([frozenset({0}), frozenset[int]()])
+    monkeypatch.setattr(fabric, "failed", lambda: next(flapping))
+    with pytest.raises(Error, match="links kept failing or coming back"):
+        check.check(fabric, flows=1, most=5)
 
 
 def test_check_probes_classes_of_one_port_and_notices_what_is_not_in_force(fabric: emulate.Fabric) -> None:

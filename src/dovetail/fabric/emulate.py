@@ -32,6 +32,8 @@ from .topology import Host, Link, Topology
 RUN = Path("/run/dovetail/fabric")
 HOST_DEVICE = "eth0"
 LINK_STATES = ("up", "down", "silent", "drained")
+CARRIER = 2.0
+"""Seconds in which a link that is healed has its carrier: the kernel notices at once, and tells in its own time."""
 _NAME = re.compile("[a-z0-9]{1,16}")
 _NAMESPACE = re.compile(rf"{netns.PREFIX}({_NAME.pattern})-[0-9]+-[sh][0-9]+")
 
@@ -96,6 +98,9 @@ class Fabric:
             self.plane.set_flag(slot, tables.DRAINED | tables.SILENT, False)
             with netns.inside(where):
                 netns.set_up(what, True)
+        end = time.monotonic() + CARRIER
+        while self.link_state(link) == "down" and time.monotonic() < end:
+            time.sleep(0.002)
 
     def link_state(self, link: int) -> str:
         for where, what, slot in self._ends(link):
