@@ -5,20 +5,25 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from dovetail.cluster.messages import Claim, Leave
 from dovetail.cluster.wire import Connection, Lost, encode
 
+Pair = tuple[Connection, socket.socket]
 
-def pair() -> tuple[Connection, socket.socket]:
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
     ours, theirs = socket.socketpair()
-    return Connection(ours), theirs
+    with ours, theirs:
+        yield Connection(ours), theirs
 
 
-def test_messages_are_whole_however_they_arrive() -> None:
-    connection, other = pair()
+def test_messages_are_whole_however_they_arrive(pair: Pair) -> None:
+    connection, other = pair
     said = [Claim(iteration=i) for i in range(5)]
     data = b"".join(map(encode, said))
     for i in range(0, len(data), 3):
@@ -30,8 +35,8 @@ def test_messages_are_whole_however_they_arrive() -> None:
     assert connection.receive(timeout=0.01) is None
 
 
-def test_more_than_one_read_takes_is_heard_at_once() -> None:
-    connection, other = pair()
+def test_more_than_one_read_takes_is_heard_at_once(pair: Pair) -> None:
+    connection, other = pair
     said = [Leave(reason="x" * 1000)] * 150  # more than 64 KiB
     writer = threading.Thread(target=other.sendall, args=(b"".join(map(encode, said)),))
     writer.start()
@@ -44,8 +49,8 @@ def test_more_than_one_read_takes_is_heard_at_once() -> None:
     assert heard == said
 
 
-def test_last_words_are_heard_before_the_end() -> None:
-    connection, other = pair()
+def test_last_words_are_heard_before_the_end(pair: Pair) -> None:
+    connection, other = pair
     other.sendall(encode(Claim(iteration=1)) + encode(Claim(iteration=2)))
     assert connection.receive(timeout=1) == Claim(iteration=1)  # the other one has been read too
     other.close()
@@ -56,17 +61,21 @@ def test_last_words_are_heard_before_the_end() -> None:
         connection.send(Claim(iteration=3))
 
 
-def test_a_peer_that_does_not_read_is_lost_in_time_and_one_that_is_slow_is_not() -> None:
-    connection, other = pair()
-    long = Leave(reason="x" * 900_000)  # more than the kernel keeps for a pair
+LONG = Leave(reason="x" * 900_000)
+"""More than the kernel keeps for a pair."""
+
+
+def test_a_peer_that_does_not_read_is_lost_in_time(pair: Pair) -> None:
     began = time.monotonic()
     with pytest.raises(Lost, match=r"does not read for 0\.2 s"):
-        connection.send(long, timeout=0.2)
+        pair[0].send(LONG, timeout=0.2)
     assert time.monotonic() - began >= 0.2
-    connection, other = pair()
-    reader, heard = Connection(other), []
-    thread = threading.Thread(target=lambda: heard.append(reader.receive(timeout=10)))
+
+
+def test_a_peer_that_is_slow_is_not_lost(pair: Pair) -> None:
+    heard: list[object] = []
+    thread = threading.Thread(target=lambda: heard.append(Connection(pair[1]).receive(timeout=10)))
     thread.start()
-    connection.send(long, timeout=10)
+    pair[0].send(LONG, timeout=10)
     thread.join()
-    assert heard == [long]
+    assert heard == [LONG]
