@@ -127,6 +127,8 @@ class Aggregator(Server):
         self.claims: dict[Connection, int] = {}
         self.steal: Callable[[int], bool] = lambda worker: False
         self.late: list[tuple[float, Connection, m.Claim]] = []
+        self.ahead: list[tuple[Connection, m.Claim]] = []
+        """Claims of the next iteration."""
         self.next_release = 0.0
         self.released_at: dict[int, float] = {}
         self.finished = threading.Event()
@@ -139,6 +141,8 @@ class Aggregator(Server):
             connection.send(m.Welcome(memory=f"arena of {self.job}"))
             if not self._waiting:
                 connection.send(self._released())
+        elif isinstance(message, m.Claim) and self._waiting and message.iteration == self.iteration + 1:
+            self.ahead.append((connection, message))
         elif isinstance(message, m.Claim):
             self.late.append((time.monotonic() + self.acted.answers_after, connection, message))
         elif isinstance(message, m.Done):
@@ -183,6 +187,8 @@ class Aggregator(Server):
         self.queue = list(range(len(self.acted.seconds)))
         self.released_at[self.iteration] = now
         self.say(self._released())
+        self.late += [(now, connection, claim) for connection, claim in self.ahead if connection in self.joined]
+        self.ahead = []
 
     def _released(self) -> m.Released:
         depths = self.acted.depths and tuple(self.acted.depths[w] for w in self.queue)

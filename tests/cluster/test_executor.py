@@ -232,6 +232,25 @@ def test_a_cpu_device_stays_on_its_core(tmp_path: Path) -> None:
         assert not recorder.timeline(at.home).emulated
 
 
+def test_a_job_alone_on_a_device_is_claimed_ahead_and_one_among_others_is_not(tmp_path: Path) -> None:
+    with stage(tmp_path) as at:
+        at.executor()
+        alone = at.aggregator("1", Acted(iterations=5, seconds=(0.005, 0.01), off_device=0.05))
+        at.grant(alone)
+        assert alone.finished.wait(20)
+        # The first iteration is heard of at its release, and every second task is asked for when the first is done.
+        assert [c.iteration for c in alone.all(m.Claim)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+        assert [(t.iteration, t.worker) for t in ran(at, 10)] == [(i, w) for i in range(5) for w in (1, 0)]
+        others = [at.aggregator(str(i), Acted(iterations=5, off_device=0.05, hold=True)) for i in (2, 3)]
+        for order, aggregator in enumerate(others):
+            at.grant(aggregator, order=order)
+        wait(lambda: all(aggregator.joined for aggregator in others), "both joined")
+        for aggregator in others:
+            aggregator.hold = False
+        assert all(aggregator.finished.wait(20) for aggregator in others)
+        assert [[c.iteration for c in aggregator.all(m.Claim)] for aggregator in others] == [[0, 1, 2, 3, 4]] * 2
+
+
 def test_overhead_is_recorded_for_every_task_and_its_median_is_in_the_beats(tmp_path: Path) -> None:
     with stage(tmp_path) as at:
         at.executor()

@@ -21,7 +21,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dovetail.cluster.home import arena_name, cluster_id
-from dovetail.cluster.messages import Claim, Done, Hello, Join, Leave, Message, Released, Task, TaskFailed, Welcome
+from dovetail.cluster.messages import (
+    Barrier,
+    Claim,
+    Done,
+    Hello,
+    Join,
+    Leave,
+    Message,
+    Released,
+    Task,
+    TaskFailed,
+    Welcome,
+)
 from dovetail.cluster.wire import Connection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,8 +169,9 @@ def execute(
     die_after: int = -1,
     emulated: bool = False,
     node: str = "",
+    ahead: bool = False,
 ) -> None:
-    """The plainest executor: claims whenever something may be ready.
+    """The plainest executor: claims whenever something may be ready, or at each barrier if `ahead`.
 
     `jitter`: waits up to so many seconds before claims and ends; `twice`: the share of tasks that it runs twice;
     `die_after`: dies by SIGKILL in the middle of its so-manieth task.
@@ -179,12 +192,15 @@ def execute(
             through = channel.join(welcome.store, welcome.channel, local="127.0.0.1", timeout=LIMIT)
         loaded = jobs.load(folder / "job.py", submission(folder))
         runner = task.open_runner(loaded, welcome.memory, emulated=emulated, header=welcome.header, channel=through)
-        count = 0
+        count, claimed = 0, -1
         while True:
             message = connection.receive(timeout=LIMIT)
             if message is None or isinstance(message, Leave):
                 return
-            if isinstance(message, Released) and message.workers:
+            if isinstance(message, Barrier) and ahead:
+                connection.send(Claim(iteration=message.iteration + 1))
+                claimed = message.iteration + 1
+            if isinstance(message, Released) and message.workers and message.iteration != claimed:
                 connection.send(Claim(iteration=message.iteration))
             if not isinstance(message, Task) or message.worker < 0:
                 continue

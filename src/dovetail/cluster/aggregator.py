@@ -78,6 +78,8 @@ class Aggregator:
         )
         hello = hello_of(key=key, job=job, epoch=epoch, node=node, address=self.crew.address)
         self.reporter = Reporter(self.selector, coordinator, hello, self._told)
+        self.standing: list[Member] = []
+        """Who has claimed a task of the next iteration."""
         self.training: Training | None = None
         self.stopping = False
         self.discard = False
@@ -215,7 +217,11 @@ class Aggregator:
             self.off_device += SMOOTHING * (now - self.barrier_at - self.off_device)
         self.release_at = None
         self.iteration.release(self.training.iteration, self.training.depths(), now)
-        self.crew.say_all(self.iteration.left())
+        given = {member: self._give(member, now) for member in self.standing}
+        self.standing = []
+        left = self.iteration.left()
+        for member in self.crew.joined:
+            self.crew.say(member, left, *([given[member]] if member in given else []))
 
     def _barrier(self) -> None:
         assert self.training is not None
@@ -284,24 +290,31 @@ class Aggregator:
 
     def _heard(self, member: Member, message: Message) -> None:
         if isinstance(message, Claim):
-            self._claimed(member)
+            self._claimed(member, message)
         elif isinstance(message, Done):
             if self.iteration.has(member, message) and self.crew.collect(member, message.worker):
                 self.iteration.end(member, message)
         elif isinstance(message, TaskFailed):
             self._task_failed(member, message)
 
-    def _claimed(self, member: Member) -> None:
+    def _claimed(self, member: Member, claim: Claim) -> None:
         now = time.monotonic()
-        task = None if self.stopping or self.release_at is not None else self.iteration.claim(member, now)
-        if task is None:
-            self.crew.say(member, Task(iteration=self.iteration.number))
+        if self.release_at is not None and claim.iteration > self.iteration.number:
+            self.standing.append(member)
             return
-        self.words[task.worker] = task.claim
-        if self.crew.say(member, self.crew.prepare(member, task)):
+        task = self._give(member, now)
+        if self.crew.say(member, task) and task.worker >= 0:
             until = self.iteration.until(now)
             taken = Taken(iteration=task.iteration, worker=task.worker, until=until, at=now)
             self.crew.say_all(taken, but=member)
+
+    def _give(self, member: Member, now: float) -> Task:
+        """The longest task that nobody has; worker -1 if there is none."""
+        task = None if self.stopping or self.release_at is not None else self.iteration.claim(member, now)
+        if task is None:
+            return Task(iteration=self.iteration.number)
+        self.words[task.worker] = task.claim
+        return self.crew.prepare(member, task)
 
     def _task_failed(self, member: Member, message: TaskFailed) -> None:
         if not self.iteration.has(member, message):
@@ -310,6 +323,7 @@ class Aggregator:
         raise JobError(f"{where}: {' '.join(message.reason.split())}", message.trace)
 
     def _lost(self, member: Member) -> None:
+        self.standing = [other for other in self.standing if other is not member]
         if hasattr(self, "iteration") and self.iteration.lose(member) is not None and self.release_at is None:
             self.crew.say_all(self.iteration.left())
 

@@ -77,9 +77,9 @@ class Crew:
     def joined(self) -> list[Member]:
         return [member for member in self.members if member.device >= 0]
 
-    def say(self, member: Member, message: Message) -> bool:
+    def say(self, member: Member, *messages: Message) -> bool:
         """False if it is lost by that."""
-        return self._send(member, wire.encode(message))
+        return self._send(member, b"".join(map(wire.encode, messages)))
 
     def say_all(self, message: Message, *, but: Member | None = None) -> None:
         encoded = wire.encode(message)
@@ -142,9 +142,8 @@ class Crew:
 
     def _send(self, member: Member, encoded: bytes) -> bool:
         try:
-            member.connection.socket.settimeout(STUCK)
-            member.connection.socket.sendall(encoded)
-        except OSError:
+            member.connection.send_encoded(encoded, timeout=STUCK)
+        except Lost:
             self.drop(member)
             return False
         return True
@@ -154,7 +153,6 @@ class Crew:
             sock, _ = self._listener.accept()
         except OSError:
             return
-        sock.setblocking(True)
         member = Member(Connection(sock), time.monotonic())
         self.members.append(member)
         self._selector.register(member.connection, selectors.EVENT_READ, lambda: self._read(member))

@@ -147,10 +147,23 @@ class Executor:
             self._run(chosen, max(ready, self._ended_at))
             return True
         self._rested_at = now
+        self._stand()
         waiting = next((r for r in self._tenants.residents if r.welcome and r.runner is None and not r.failed), None)
         if waiting is not None and not self._tenants.ranks:
             self._open(waiting)
         return waiting is not None and not self._tenants.ranks
+
+    def _stand(self) -> None:
+        """Nobody else is served here: the job's next task may come with the iteration's release, without a question."""
+        if len(self._tenants.residents) != 1 or self._tenants.ranks:
+            return
+        live = self._tenants.residents[0]
+        if live.between and live.runner is not None and live.connection is not None:
+            try:
+                live.connection.send(Claim(iteration=live.iteration + 1))
+                live.claiming()
+            except Lost:
+                self._tenants.unplug(live)
 
     def _rivals(self) -> tuple[Sequence[Resident], Guard]:
         """Who competes for the device: beside a gang's rank only background jobs, and only in its gaps."""

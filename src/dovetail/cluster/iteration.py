@@ -123,6 +123,8 @@ class Iteration:
             seconds=tuple(self.predicted(worker) for worker in self.ready),
             depths=tuple(self._depth(worker) for worker in self.ready),
             at=self.released,
+            width=len(self.depths),
+            until=self.until(0.0),
         )
 
     def _depth(self, worker: int) -> int:

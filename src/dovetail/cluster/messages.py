@@ -216,12 +216,17 @@ class Released(Message, frozen=True):
     """For each of them, its `Task.depth`; empty where all are full. An executor learns seconds by depth."""
     at: float = 0.0
     """time.monotonic() of the aggregator's machine when the iteration's first task became ready; 0 if not said."""
+    width: int = 0
+    """Tasks of the iteration, with those that are taken; 0 if not said."""
+    until: float = 0.0
+    """When all that run are predicted to end; 0 if none does."""
 
 
 class Claim(Message, frozen=True):
     """An idle executor asks for the job's longest ready task."""
 
     iteration: int
+    """That it has heard of. The one after that, from an executor that serves nobody else: answered at its release."""
 
 
 class Task(Message, frozen=True):

@@ -112,16 +112,18 @@ class Live(Resident):
         if self.iteration < 0 and self.promise is not None and not self.promise.delay:
             self.promise.since = at
         self.iteration, self._queue = message.iteration, list(message.workers)
-        if self.promise is not None and len(message.workers) > self._width:
+        width = max(message.width, len(message.workers))
+        if self.promise is not None and width > self._width:
             # Whichever device is late, the whole iteration is: each has its share of what the job accepts.
-            self._width = len(message.workers)
+            self._width = width
             self.promise.bound = self.grant.bound / self._width
         depths = message.depths or (0,) * len(message.workers)
         tasks = [UNKNOWN] * (1 + max(message.workers, default=-1))
         for worker, depth, seconds in zip(message.workers, depths, message.seconds, strict=False):
             tasks[worker] = self._profiled(depth, seconds)
         self.shape, self.stage = _shape(tuple(tasks), self._off_device), 0
-        self.left, self.eta, self.next_release = max(1, len(self._queue)), at, 0.0
+        eta = max(at, self._coming(message.until, now)) if message.until else at
+        self.left, self.eta, self.next_release = max(1, len(self._queue)), eta, 0.0
         self.ready_at = at
 
     def _profiled(self, depth: int, seconds: float) -> float:
@@ -147,6 +149,11 @@ class Live(Resident):
         return theirs + self._offset if self._offset < float("inf") else now
 
     # -- our own Claims --
+
+    @property
+    def between(self) -> bool:
+        """Whether an iteration is over and the next one not released: nothing to ask for but that one's tasks."""
+        return self.iteration >= 0 and not self.left and not self.claimed and self.assigned is None
 
     def claiming(self) -> None:
         """A Claim is on its way: until it is answered nothing more is asked for."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
+import time
 
 import msgspec
 
@@ -13,6 +15,7 @@ from .messages import AnyMessage, Message
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 1 << 20
 """No message comes near it: more is a stranger or a mistake."""
+_MOST_READ = 1 << 16
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -35,12 +38,16 @@ def decode(body: bytes) -> Message:
 
 
 class Connection:
-    """A blocking connection for the task path: `send`, and `receive` with a time limit; selectable by `fileno`."""
+    """A connection for the task path: `send`, and `receive` with a time limit; selectable by `fileno`.
+
+    The socket never blocks: what can be sent or read at once, which is nearly always so, takes one call of the kernel.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
         self._buffer = bytearray()
 
     @classmethod
@@ -56,39 +63,82 @@ class Connection:
 
     def send(self, message: Message, *, timeout: float = 30.0) -> None:
         """Returns when the kernel has it. A peer that does not read for `timeout` seconds is lost."""
-        self.socket.settimeout(timeout)
+        self.send_encoded(encode(message), timeout=timeout)
+
+    def send_encoded(self, data: bytes, *, timeout: float) -> None:
+        deadline = 0.0
         try:
-            self.socket.sendall(encode(message))
+            while True:
+                try:
+                    sent = self.socket.send(data)
+                except BlockingIOError:
+                    sent = 0
+                if sent == len(data):
+                    return
+                data = data[sent:]
+                deadline = deadline or time.monotonic() + timeout
+                if not self._wait(select.POLLOUT, deadline):
+                    raise Lost(f"does not read for {timeout:g} s")
+        except Lost:
+            raise
         except OSError as e:
             raise Lost(str(e)) from None
 
     def receive(self, *, timeout: float) -> Message | None:
         """The next message, None if none came in time."""
+        deadline = 0.0
         while True:
             message = self._take()
             if message is not None:
                 return message
-            self.socket.settimeout(max(timeout, 0.0))  # 0 does not wait; the least that does is a millisecond
-            try:
-                data = self.socket.recv(1 << 16)
-            except (TimeoutError, BlockingIOError):
+            if self._read():
+                continue
+            if timeout <= 0:
                 return None
-            except OSError as e:
-                raise Lost(str(e)) from None
-            if not data:
-                raise Lost("closed by the other side")
-            self._buffer += data
+            deadline = deadline or time.monotonic() + timeout
+            if not self._wait(select.POLLIN, deadline):
+                return None
 
     def waiting(self) -> list[Message]:
         """Everything that has arrived, without waiting for more. The last words of one who is gone are heard first."""
         found: list[Message] = []
+        more = True
         try:
-            while (message := self.receive(timeout=0)) is not None:
-                found.append(message)
+            while True:
+                while (message := self._take()) is not None:
+                    found.append(message)
+                if not more:
+                    break
+                more = self._read() == _MOST_READ
         except Lost:
             if not found:
                 raise
         return found
+
+    def _read(self) -> int:
+        """Bytes that had come; 0 if none had."""
+        try:
+            data = self.socket.recv(_MOST_READ)
+        except BlockingIOError:
+            return 0
+        except OSError as e:
+            raise Lost(str(e)) from None
+        if not data:
+            raise Lost("closed by the other side")
+        self._buffer += data
+        return len(data)
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        """Whether it can go on before the deadline."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        poll = select.poll()
+        try:
+            poll.register(self.socket, event)
+            return bool(poll.poll(left * 1e3))
+        except (OSError, ValueError) as e:  # closed meanwhile, by another thread
+            raise Lost(str(e)) from None
 
     def _take(self) -> Message | None:
         if len(self._buffer) < _LENGTH.size:
