@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from dovetail.core.burst import BurstPlan
 from dovetail.core.depth import DepthPlan
 from dovetail.core.errors import Error
-from dovetail.core.network import COLLECTIVES, Collective, Fit, Network
+from dovetail.core.network import COLLECTIVES, AffineCost, Collective, Fit, Network, TableCost
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 from dovetail.measure.presets import preset
 from dovetail.planning import _Overlapped, _Setting, compare, depth
 from dovetail.planning.burst import BurstPlanner
+from dovetail.planning.burst_bound import fewest_seconds_per_byte, least_work, lower_bound
 from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
 from dovetail.planning.joint import Score, Search, throughput
 from dovetail.planning.joint_parts import AnyPlan, Question, combinations, shared_out
@@ -137,6 +138,33 @@ def test_no_plan_goes_below_the_bounds_of_its_combination(seed: int, wire: tuple
             assert s.iteration >= c.bound * (1 - 1e-9)
             assert s.device_time >= max(c.work, c.held * s.iteration) * (1 - 1e-9)
             assert s.device_time + s.useful == pytest.approx(devices * s.iteration)
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([(0.0, 1e-3), (1.0, 1e-2), (0.2, 0.05)]),
+    st.sampled_from([(4, 8), (3, 7), (4, 6)]),
+)
+def test_no_device_counts_go_below_the_bound_of_burst(
+    seed: int, wire: tuple[float, float], size: tuple[int, int]
+) -> None:
+    """Dividing batches and others; a chain, and a fork, whose re-sharding is left out of the bound."""
+    devices, batch = size
+    job, net = profile(seed, 4), network(*wire)
+    if seed % 2:
+        job = msgspec.structs.replace(job, edges=((0, 1), (0, 2), (1, 3), (2, 3)))
+    planner = BurstPlanner(job, ProfileCost(job, batch, NetworkLinks(net)), devices)
+    bound, work = lower_bound(planner), least_work(planner)
+    for counts in itertools.product(planner.choices, repeat=4):
+        s = score(planner.predict(counts), profile=job, network=net, devices=devices)
+        assert s.iteration >= bound * (1 - 1e-9) and s.device_time >= work * (1 - 1e-9)
+
+
+def test_the_rate_of_a_table_is_that_of_its_cheapest_size() -> None:
+    assert fewest_seconds_per_byte(TableCost((1.0, 10.0, 20.0), (5.0, 10.0, 40.0))) == 1.0
+    assert fewest_seconds_per_byte(TableCost((1.0, 10.0, 20.0), (50.0, 60.0, 65.0))) == 0.5
+    assert fewest_seconds_per_byte(AffineCost(3.0, 0.25)) == 0.25
 
 
 def test_the_score_of_a_plan_is_what_its_timeline_shows() -> None:

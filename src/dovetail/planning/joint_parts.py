@@ -15,13 +15,14 @@ combination knows cheap lower bounds, so that most need never be planned: see `j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import math
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 import msgspec
-import numpy as np
 
 from dovetail.core.burst import BurstPlan
 from dovetail.core.depth import DepthPlan
@@ -29,10 +30,12 @@ from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import LayerTime, Profile
+from dovetail.core.store import MOST_SECONDS
 
-from . import _Overlapped, _Setting, burst_background, burst_overlap, depth, policies
+from . import _Overlapped, _Setting, burst_bound, burst_overlap, depth, policies
 from . import overlap as overlapping
 from .burst import BurstPlanner, useful_counts
+from .burst_bound import least_seconds
 from .burst_cost import NetworkLinks, ProfileCost
 from .depth_cost import Device
 from .stream import allowed
@@ -46,6 +49,8 @@ TECHNIQUES = ("ddp", "merging", "overlap", *PARTIAL, "burst")
 """The simplest first: of equals that one is chosen."""
 MOST_CELLS = 1500
 """Layers times device counts up to which burst plans are made of every useful count; beyond it of powers of two."""
+LIMITS = (1.05, 1.25, 1.5, 2.0)
+"""Device-times, in multiples of one device's, for which burst plans are made where not only the time counts."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Question:
     @cached_property
     def shares(self) -> tuple[int, ...]:
         """Numbers of devices that share the global batch evenly, ascending."""
-        return tuple(g for g in range(1, min(self.devices, self.batch) + 1) if self.batch % g == 0)
+        small = [g for g in range(1, math.isqrt(self.batch) + 1) if self.batch % g == 0]
+        return tuple(sorted(g for g in {*small, *(self.batch // g for g in small)} if g <= self.devices))
 
     @cached_property
     def one_device(self) -> float:
@@ -123,11 +129,7 @@ def combinations(q: Question) -> tuple[list[Combination], list[Excluded]]:
     shares = _that_fit(q, out)
     reasons = _refused(q)
     for g in shares:
-        found.append(_ddp(q, g))
-        if g > 1 and "merging" not in reasons:
-            found.append(_merging(q, g))
-        if g > 1 and "overlap" not in reasons:
-            found.append(_overlap(q, g))
+        found += _parallel(q, g, reasons)
     if "partial" not in reasons:
         # A shallow worker needs less memory than a full one, so depth planning looks at that itself.
         found += [_partial(q, g, name) for name in PARTIAL for g in q.shares if g > 1]
@@ -200,38 +202,26 @@ def _halvings(number: int) -> list[int]:
     return found
 
 
-def _setting(q: Question, g: int) -> _Setting:
-    return _Setting(q.profile, q.network, g, q.batch // g)
+def _parallel(q: Question, g: int, out: Container[str]) -> list[Combination]:
+    """Data parallelism on so many devices: with torch's buckets, with the best, and overlapping with forward too."""
+    setting = _Setting(q.profile, q.network, g, q.batch // g)
+    bound = q.profile.forward_time(setting.batch) + setting.bound
 
-
-def _parallel(q: Question, g: int, technique: str, bound: float, make: Make) -> Combination:
-    return Combination(technique, g, bound=bound, held=g, work=g * bound, exact=True, make=make)
-
-
-def _ddp(q: Question, g: int) -> Combination:
-    setting = _setting(q, g)
-    bound = setting.profile.forward_time(setting.batch) + setting.bound
-    return _parallel(q, g, "ddp", bound, lambda limit: [setting.plan("ddp")])
-
-
-def _merging(q: Question, g: int) -> Combination:
-    setting = _setting(q, g)
-    bound = setting.profile.forward_time(setting.batch) + setting.bound
-
-    def make(limit: float) -> list[AnyPlan]:
+    def merged(limit: float) -> list[AnyPlan]:
         return [setting.of("optimal", fewer(setting, policies.best(setting.stream, setting.cost)))]
 
-    return _parallel(q, g, "merging", bound, make)
+    made: list[tuple[str, float, Make]] = [("ddp", bound, lambda limit: [setting.plan("ddp")])]
+    if g > 1 and "merging" not in out:
+        made.append(("merging", bound, merged))
+    if g > 1 and "overlap" not in out:
+        both = _Overlapped(q.profile, q.network, g, q.batch // g, optimizer=q.optimizer)
 
+        def overlapped(limit: float) -> list[AnyPlan]:
+            cuts = overlapping.within(both.cycle, limit)
+            return [] if cuts is None else [both.of("optimal", fewer(both, cuts))]
 
-def _overlap(q: Question, g: int) -> Combination:
-    setting = _Overlapped(q.profile, q.network, g, q.batch // g, optimizer=q.optimizer)
-
-    def make(limit: float) -> list[AnyPlan]:
-        cuts = overlapping.within(setting.cycle, limit)
-        return [] if cuts is None else [setting.of("optimal", fewer(setting, cuts))]
-
-    return _parallel(q, g, "overlap", setting.bound, make)
+        made.append(("overlap", both.bound, overlapped))
+    return [Combination(name, g, bound=t, held=g, work=g * t, exact=True, make=make) for name, t, make in made]
 
 
 def fewer(setting: _Setting, cuts: list[int]) -> list[int]:
@@ -251,13 +241,21 @@ def fewer(setting: _Setting, cuts: list[int]) -> list[int]:
 
 
 def _partial(q: Question, g: int, name: str) -> Combination:
-    """Of the ladder somebody goes back through everything; of any plan somebody has an even share of the samples."""
+    """A depth policy on so many workers.
+
+    At equal batches somebody goes back through everything; with any batches somebody has an even share of the samples
+    and takes part in the last segment. Every segment has a bucket of its own, and gradients of a single contributor put
+    half the bytes of an all-reduce on the wire, those of more contributors more.
+    """
     batch, profile = q.batch // g, q.profile
+    segments = min(g, len({t.layer for t in profile.tensors}))
+    nbytes = sum(t.bytes if name == "guard" else t.bytes // 2 for t in profile.tensors)
+    sending = least_seconds(q.network.cost("all_reduce", ranks=g), nbytes, buckets=segments)
     if name == "balanced":
         points = {t.batch for layer in profile.layers for t in layer.times if t.batch > batch}
-        bound = min(profile.forward_time(b) for b in {batch, *points, q.batch})
+        bound = min(profile.forward_time(b) for b in {batch, *points, q.batch}) + sending
     else:
-        bound = profile.forward_time(batch) + profile.backward_time(batch)
+        bound = profile.forward_time(batch) + max(profile.backward_time(batch), sending)
     devices = None if q.memory is None else [Device(memory=q.memory)] * g
 
     def make(limit: float) -> list[AnyPlan]:
@@ -271,30 +269,40 @@ def _burst(q: Question) -> list[Combination]:
     counts = useful_counts(q.batch, q.devices)
     if len(counts) * len(profile.layers) > MOST_CELLS:
         most = min(q.devices, q.batch)
-        counts = tuple(sorted({*(g for g in _halvings(most)), *(2**i for i in range(most.bit_length()))}))
+        counts = tuple(sorted({*_halvings(most), *(2**i for i in range(most.bit_length()))}))
     cost = ProfileCost(profile, q.batch, NetworkLinks(q.network))
     planner = BurstPlanner(profile, cost, q.devices, counts=counts, memory=q.memory, network=q.network.name)
-    # Rank 0 runs every layer, with the fullest share of the samples or with one less.
-    shares = np.array([[-(-q.batch // g) for g in counts], [max(1, q.batch // g) for g in counts]])
-    seconds = [cost.compute(v, shares) for v in range(len(profile.layers))]
-    bound = float(sum(t.min() for t in seconds))
-    chain = not profile.edges and all(q.batch % g == 0 for g in counts)
-    if chain:  # then re-sharding is known to the sample
-        bound = max(bound, burst_overlap.lower_bound(planner))
-    work = float(sum((t[1] * np.array(counts)).min() for t in seconds)) if chain else 0.0
 
     def make(limit: float) -> list[AnyPlan]:
-        plans = burst_overlap.candidates(planner)
+        # What is best where 0 to 100 % of the gradients hide; the simulator, which knows how much does, then decides.
+        plans = [burst_overlap.partly_hidden(planner, share).fastest() for share in burst_overlap.SHARES]
         if q.objective != "time":
-            plans += planner.tradeoff(burst_background.LIMITS)
-            if np.isfinite(limit) and planner.fastest().prediction.iteration <= limit:
-                plans.append(planner.cheapest(iteration=limit))
-        uneven = {p.counts: p for p in plans if len(set(p.counts)) > 1}
-        known = {g: k for k, g in enumerate(counts)}
-        computing = {c: sum(float(seconds[v][:, known[g]].min()) for v, g in enumerate(c)) for c in uneven}
-        return [plan for c, plan in uneven.items() if computing[c] <= limit]
+            plans += planner.tradeoff(LIMITS)
+            with contextlib.suppress(Error):  # where no plan is as fast while all-reduces are paid for in full
+                plans.append(planner.cheapest(iteration=min(limit, MOST_SECONDS)))
+        uneven = {p.counts: planner.predict(p.counts, policy="auto") for p in plans if len(set(p.counts)) > 1}
+        return [p for p in uneven.values() if _computing(planner, p) <= limit]
 
-    return [Combination("burst", q.devices, bound=bound, held=0, work=work, exact=False, make=make)]
+    return [
+        Combination(
+            "burst",
+            q.devices,
+            bound=burst_bound.lower_bound(planner),
+            held=0,
+            work=burst_bound.least_work(planner),
+            exact=False,
+            make=make,
+        )
+    ]
+
+
+def _computing(planner: BurstPlanner, plan: BurstPlan) -> float:
+    """Seconds that rank 0 computes at least."""
+    cost = planner.cost
+    return sum(
+        min(float(cost.compute(v, -(-cost.batch // g))), float(cost.compute(v, max(1, cost.batch // g))))
+        for v, g in enumerate(plan.counts)
+    )
 
 
 def shared_out(profile: Profile) -> Profile:
