@@ -43,7 +43,7 @@ def test_it_says_what_each_part_contributed_what_was_not_chosen_and_how_to_run_i
         "torch's DDP",
         "+ planned merging",
         "-> + overlap with forward",
-        "Not considered: devices for each layer (burst): only one local batch (8) was measured",
+        "Not considered: burst: devices by layer: only one local batch (8) was measured",
         "--allow-statistics",
         "Chosen: overlap with forward on 8 devices, local batch 8: predicted",
         "dropped by lower bounds. None of them can be better.",

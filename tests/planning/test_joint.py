@@ -113,7 +113,8 @@ def test_nothing_that_the_runtime_executes_is_better(
     job, net = profile(seed, layers, late=seed % 3 * 0.5), network(*wire)
     found = choose(job, net, devices=devices, batch=batch, objective=objective, statistics=statistics, task=0.5)  # type: ignore[arg-type]
     q = found.question
-    exact, burst = [], [math.inf]
+    exact: list[float] = []
+    burst = [math.inf]
     for kind, plan in everything(q):
         s = score(plan, profile=job, network=net, devices=devices, task=0.5)
         if s.iteration <= found.within * (1 + 1e-9):
@@ -136,15 +137,15 @@ def test_no_plan_goes_below_the_bounds_of_its_combination(seed: int, wire: tuple
         for plan in c.make(math.inf):
             s = score(plan, profile=job, network=net, devices=devices)
             assert s.iteration >= c.bound * (1 - 1e-9)
-            assert s.device_time >= max(c.work, c.held * s.iteration) * (1 - 1e-9)
+            assert s.device_time >= max(c.work(s.iteration * (1 + 1e-9)), c.held * s.iteration) * (1 - 1e-9)
             assert s.device_time + s.useful == pytest.approx(devices * s.iteration)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     st.integers(0, 10_000),
     st.sampled_from([(0.0, 1e-3), (1.0, 1e-2), (0.2, 0.05)]),
-    st.sampled_from([(4, 8), (3, 7), (4, 6)]),
+    st.sampled_from([(4, 8), (3, 7), (3, 6)]),
 )
 def test_no_device_counts_go_below_the_bound_of_burst(
     seed: int, wire: tuple[float, float], size: tuple[int, int]
@@ -155,10 +156,13 @@ def test_no_device_counts_go_below_the_bound_of_burst(
     if seed % 2:
         job = msgspec.structs.replace(job, edges=((0, 1), (0, 2), (1, 3), (2, 3)))
     planner = BurstPlanner(job, ProfileCost(job, batch, NetworkLinks(net)), devices)
-    bound, work = lower_bound(planner), least_work(planner)
+    bound = lower_bound(planner)
+    limits = {t: least_work(planner, t) for t in (bound * 1.1, bound * 1.5, math.inf)}
     for counts in itertools.product(planner.choices, repeat=4):
         s = score(planner.predict(counts), profile=job, network=net, devices=devices)
-        assert s.iteration >= bound * (1 - 1e-9) and s.device_time >= work * (1 - 1e-9)
+        assert s.iteration >= bound * (1 - 1e-9)
+        for limit, work in limits.items():
+            assert s.iteration > limit or s.device_time >= work * (1 - 1e-9)
 
 
 def test_the_rate_of_a_table_is_that_of_its_cheapest_size() -> None:
@@ -274,7 +278,7 @@ def test_a_plan_needs_no_cut_that_it_has() -> None:
 
 def test_device_time_and_throughput_keep_the_speed_of_torchs_own() -> None:
     for objective in ("device-time", "throughput"):
-        found = choose(uneven(), preset("10gbe-8"), objective=objective)  # type: ignore[arg-type]
+        found = choose(uneven(), preset("10gbe-8"), objective=objective)
         assert found.within == found.baseline.score.iteration
         assert found.chosen.score.iteration <= found.within * (1 + 1e-9)
         assert found.chosen.score.device_time <= found.baseline.score.device_time
@@ -320,7 +324,7 @@ def test_overlap_needs_both_halves_of_an_all_reduce_and_one_dtype() -> None:
 
 def test_devices_that_do_not_share_the_batch_evenly_are_not_used_by_data_parallelism() -> None:
     found = choose(made_profile([100], [0.1]), preset("10gbe-8"), batch=12)
-    assert {c.devices for c in [*found.scored, *(d.combination for d in found.dropped)]} <= {1, 2, 3, 4, 6}  # type: ignore[union-attr]
+    assert {c.devices for c in found.scored} | {d.combination.devices for d in found.dropped} <= {1, 2, 3, 4, 6}
     assert found.baseline.devices == 6
     assert any("8 devices do not share a global batch of 12 evenly; 6 do" in e.why for e in found.excluded)
 

@@ -60,7 +60,7 @@ def test_the_joint_plan_is_never_worse_than_the_best_single_technique(
     job, net = profiles[model], preset(network)
     local = 4 if model != "googlenet" else 8
     for objective in ("time", "device-time", "throughput"):
-        for statistics in (False, True) if net.ranks == 8 else (False,):
+        for statistics in (False, True) if network == "nvlink-8" else (False,):
             found = choose(
                 job,
                 net,
@@ -78,7 +78,7 @@ def test_the_joint_plan_is_never_worse_than_the_best_single_technique(
                 )
                 ours = found.value if objective != "throughput" else -found.value
                 assert ours <= theirs + 1e-9 * abs(theirs), (objective, statistics, single.policy)
-            assert found.gap < 0.6
+            assert found.bound >= found.value if objective == "throughput" else found.bound <= found.value
 
 
 def test_fewer_parts_are_never_better_in_the_ablation_of_the_shortest_time(profiles: dict[str, Profile]) -> None:

@@ -161,7 +161,7 @@ def plan(
             network,
             devices=devices,
             batch=batch,
-            objective=objective.value,  # type: ignore[arg-type]  # the same words
+            objective=objective.value,
             within=within,
             task_ms=task,
             statistics=allow_statistics,

@@ -12,15 +12,18 @@ which is asked about a job with those costs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from dovetail.core.burst import BurstPlan
+from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, Cost, FloatArray, TableCost
 
 from .burst import BurstPlanner
-from .burst_cost import ProfileCost, local_batch
+from .burst_cost import ProfileCost
 
 WEIGHTS = (0.0, 0.5, 2.0, 8.0)
 """s: 0 counts computing only; the larger, the more the links count."""
@@ -28,9 +31,14 @@ WEIGHTS = (0.0, 0.5, 2.0, 8.0)
 
 def lower_bound(planner: BurstPlanner) -> float:
     """Seconds."""
+    return max(plan.prediction.iteration for plan in relaxations(planner))
+
+
+def relaxations(planner: BurstPlanner) -> list[BurstPlan]:
+    """The least plan for every s, with that least value as its iteration: good plans where links are the limit, too."""
     assert isinstance(planner.cost, ProfileCost), "all-reduces are bounded by the bytes of layers"
     relaxed = [replace(planner, cost=_Relaxed(planner.cost, s, planner.choices)) for s in WEIGHTS]
-    return max(plan.fastest().prediction.iteration for plan in relaxed)
+    return [job.fastest() for job in relaxed]
 
 
 def fewest_seconds_per_byte(cost: Cost) -> float:
@@ -56,8 +64,8 @@ def least_seconds(cost: Cost, nbytes: int, *, buckets: int) -> float:
 class _Relaxed:
     """The costs above for one s.
 
-    Where the batch does not divide, rank 0 may have one sample less than the fullest rank; and only in a chain whose
-    batch always divides is re-sharding known to the sample: elsewhere it is left out.
+    Where the batch does not divide, every rank may have one sample less than the fullest. Where layers branch,
+    re-sharding is left out: the runtime moves what crosses a cut, and not what goes along an edge.
     """
 
     cost: ProfileCost
@@ -91,18 +99,25 @@ class _Relaxed:
         return share * nbytes * np.array(rates).reshape(counts.shape)
 
     def reshard(self, layer: int, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
-        known = self.cost.reshard(layer, before, after)
-        return known if self._even and not self.cost.profile.edges else np.zeros_like(known)
+        h, g = np.broadcast_arrays(np.asarray(before, dtype=np.int64), np.asarray(after, dtype=np.int64))
+        if self.cost.profile.edges:
+            return np.zeros(h.shape)
+        few, many = np.minimum(h, g), np.maximum(h, g)
+        # The busiest rank hands over what is too much for it, or all that it has where it is in the wider stage only.
+        samples = np.maximum(self.batch // few + (-self.batch // many), self.batch // many)
+        nbytes = samples * self.cost.profile.layers[layer].activation_bytes
+        wires = self.cost.wires
+        return np.where(h == g, 0.0, wires.move(nbytes, h, g) + wires.move(nbytes, g, h))
 
     def memory(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray:
         return self.cost.memory(layer, samples)
 
 
-def least_work(planner: BurstPlanner) -> float:
-    """Device-seconds of computing that every plan holds at least."""
-    counts = np.array(planner.choices)
-    fullest = local_batch(planner.cost.batch, counts)
-    fewest = np.maximum(1, planner.cost.batch // counts)
-    layers = range(len(planner.profile.layers))
-    each = [np.minimum(planner.cost.compute(v, fullest), planner.cost.compute(v, fewest)) for v in layers]
-    return float(sum((counts * seconds).min() for seconds in each))
+def least_work(planner: BurstPlanner, within: float = math.inf) -> float:
+    """Device-seconds that every plan of at most so many seconds holds: its computing and re-sharding alone."""
+    assert isinstance(planner.cost, ProfileCost), "all-reduces are bounded by the bytes of layers"
+    relaxed = replace(planner, cost=_Relaxed(planner.cost, 0.0, planner.choices))
+    try:
+        return relaxed.cheapest(iteration=None if within == math.inf else within).prediction.device_time
+    except Error:
+        return math.inf  # there is no plan

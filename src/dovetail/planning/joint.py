@@ -127,12 +127,15 @@ class Aim:
         q, t = self.question, c.bound
         if q.objective == "time":
             return t
+        work = c.work(self.within)
         if q.objective == "device-time":
-            return max(c.work, c.held * t)
+            return max(work, c.held * t)
         if t <= 0:
             return -math.inf
         # Per second: what one device would need for the iteration, and all devices without those that the job holds.
-        return -(q.devices + min(q.one_device / t - c.held, max(0.0, (q.one_device - c.work) / t)))
+        # Work beyond that of one device weighs least in the longest iteration.
+        extra = (q.one_device - work) / (t if work < q.one_device else self.within)
+        return -(q.devices + min(q.one_device / t - c.held, extra))
 
     def longest(self, c: Combination, best: float) -> float:
         """Seconds beyond which a plan of a combination is of no interest, where `best` is the least cost so far."""
@@ -219,10 +222,11 @@ class Search:
             if best is not None and aim.least(c) >= cost - ROUNDING * abs(cost):
                 dropped.append(Dropped(c, "bound"))
                 continue
+            out = len(self.excluded)
             found = self.candidate(c, aim.longest(c, cost))
-            if found is None:
+            if found is None and len(self.excluded) == out:
                 dropped.append(Dropped(c, "bound" if best is not None else "slow"))
-            else:
+            elif found is not None:
                 scored.append(found)
                 if best is None or self._better(found, best):
                     best = found

@@ -19,7 +19,7 @@ import contextlib
 import math
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -107,8 +107,8 @@ class Combination:
     """Seconds that no plan of it can go below."""
     held: int
     """Devices that it holds throughout the iteration."""
-    work: float
-    """Device-seconds that it holds at least."""
+    work: Callable[[float], float]
+    """Device-seconds that it holds at least in an iteration of at most so many seconds."""
     exact: bool
     """Whether `make` gives the best plan there is, and not only good ones."""
     make: Make
@@ -221,7 +221,14 @@ def _parallel(q: Question, g: int, out: Container[str]) -> list[Combination]:
             return [] if cuts is None else [both.of("optimal", fewer(both, cuts))]
 
         made.append(("overlap", both.bound, overlapped))
-    return [Combination(name, g, bound=t, held=g, work=g * t, exact=True, make=make) for name, t, make in made]
+    return [
+        Combination(name, g, bound=t, held=g, work=partial(_whole, g * t), exact=True, make=make)
+        for name, t, make in made
+    ]
+
+
+def _whole(work: float, within: float) -> float:
+    return work
 
 
 def fewer(setting: _Setting, cuts: list[int]) -> list[int]:
@@ -261,7 +268,7 @@ def _partial(q: Question, g: int, name: str) -> Combination:
     def make(limit: float) -> list[AnyPlan]:
         return [depth.plan(profile, q.network, workers=g, policy=name, batch=batch, devices=devices)]
 
-    return Combination(name, g, bound=bound, held=0, work=0.0, exact=True, make=make)
+    return Combination(name, g, bound=bound, held=0, work=partial(_whole, 0.0), exact=True, make=make)
 
 
 def _burst(q: Question) -> list[Combination]:
@@ -273,9 +280,12 @@ def _burst(q: Question) -> list[Combination]:
     cost = ProfileCost(profile, q.batch, NetworkLinks(q.network))
     planner = BurstPlanner(profile, cost, q.devices, counts=counts, memory=q.memory, network=q.network.name)
 
+    least = burst_bound.relaxations(planner)
+
     def make(limit: float) -> list[AnyPlan]:
-        # What is best where 0 to 100 % of the gradients hide; the simulator, which knows how much does, then decides.
-        plans = [burst_overlap.partly_hidden(planner, share).fastest() for share in burst_overlap.SHARES]
+        # What is best where 0 to 100 % of the gradients hide, and what is best where the links are the limit: the
+        # simulator, which knows how much hides, then decides.
+        plans = least + [burst_overlap.partly_hidden(planner, share).fastest() for share in burst_overlap.SHARES]
         if q.objective != "time":
             plans += planner.tradeoff(LIMITS)
             with contextlib.suppress(Error):  # where no plan is as fast while all-reduces are paid for in full
@@ -287,9 +297,9 @@ def _burst(q: Question) -> list[Combination]:
         Combination(
             "burst",
             q.devices,
-            bound=burst_bound.lower_bound(planner),
+            bound=max(plan.prediction.iteration for plan in least),
             held=0,
-            work=burst_bound.least_work(planner),
+            work=cache(partial(burst_bound.least_work, planner)),
             exact=False,
             make=make,
         )

@@ -26,7 +26,7 @@ NAMES = {
     "ladder": "partial depth, ladder",
     "balanced": "partial depth, balanced batches",
     "guard": "partial depth, the guard's start",
-    "burst": "devices for each layer (burst)",
+    "burst": "burst: devices by layer",
     "partial": "partial depth",
 }
 
@@ -91,7 +91,12 @@ def rejected(found: Joint) -> RenderableType:
 
 def excluded(found: Joint) -> list[str]:
     """What could not be considered at all, and what would change that."""
-    return [f"Not considered: {NAMES.get(e.technique, e.technique)}: {e.why}." for e in found.excluded]
+    lines = []
+    for technique in dict.fromkeys(e.technique for e in found.excluded):
+        why = [e.why for e in found.excluded if e.technique == technique]
+        more = f" (and {len(why) - 1} more like that)" if len(why) > 1 else ""
+        lines.append(f"Not considered: {NAMES.get(technique, technique)}: {why[0]}{more}.")
+    return lines
 
 
 def _reached(found: Joint, c: Candidate) -> bool:
