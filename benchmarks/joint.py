@@ -69,7 +69,7 @@ def main() -> None:
         if reason := available():
             console.print(f"benchmarks/joint.py: {reason}")
             sys.exit(1)
-        chosen = CELLS[:1] if args.quick else CELLS if args.cell is None else [CELLS[args.cell]]
+        chosen = [CELLS[args.cell]] if args.cell is not None else CELLS[:1] if args.quick else CELLS
         rows = [row for cell in chosen for row in run(cell, resnet, quick=args.quick)]
         cells += rows
         checks += run_checks(rows)
@@ -188,6 +188,7 @@ def run(cell: Cell, resnet: Profile, *, quick: bool) -> list[dict[str, Any]]:
             "contestant": e.name,
             "technique": e.technique,
             "devices": e.devices,
+            "pieces": e.pieces,
             "prediction": e.predicted,
             "iteration": quantiles(e.seconds),
             "steps": len(e.seconds),
@@ -204,7 +205,7 @@ def run(cell: Cell, resnet: Profile, *, quick: bool) -> list[dict[str, Any]]:
 def show(cell: Cell, rows: list[dict[str, Any]]) -> None:
     title = f"{cell.model}, {cell.regime}: {RANKS} emulated devices, {cell.rate} links"
     table = Table(title=title, title_justify="left")
-    for column in ("contestant", "what it is", "iteration", "10–90 %", "of DDP", "predicted", "error"):
+    for column in ("contestant", "what it is", "pieces", "iteration", "10–90 %", "of DDP", "predicted", "error"):
         table.add_column(column, justify="left" if column in ("contestant", "what it is") else "right")
     default = rows[0]["iteration"]["median"]
     for r in rows:
@@ -212,6 +213,7 @@ def show(cell: Cell, rows: list[dict[str, Any]]) -> None:
         table.add_row(
             r["contestant"],
             f"{r['technique']} on {r['devices']}",
+            str(r["pieces"]),
             f"{q['median']:.3f} s",
             f"{q['low']:.3f}–{q['high']:.3f}",
             f"{q['median'] / default:.3f}",

@@ -61,6 +61,8 @@ class Entry(Record, frozen=True, kw_only=True):
     name: str
     technique: str
     devices: int
+    pieces: int
+    """Buckets, or stages of a burst plan."""
     predicted: float
     seconds: tuple[float, ...]
     """Iteration times of the slowest rank."""
@@ -101,26 +103,25 @@ def contest(spec: Spec) -> Any:
     if dist.get_rank() == 0:
         began = time.perf_counter()
         found = choose(spec.profile, network, devices=dist.get_world_size(), batch=spec.batch, optimizer=optimizer)
-        chosen, base = found.chosen, found.baseline
-        told = (chosen.technique, chosen.devices, chosen.plan, chosen.score.iteration, base.score.iteration)
+        chosen, base = found.chosen, (len(found.baseline.plan.buckets), found.baseline.score.iteration)
+        told = (chosen.technique, chosen.devices, chosen.plan, chosen.score.iteration, base)
         told += (time.perf_counter() - began, tuple(view.sentences(found)))
         print(*view.sentences(found), sep="\n", flush=True)
-    technique, devices, plan, predicted, default, planning, explained = agree.from_first(told, group, device)
+    technique, devices, plan, predicted, base, planning, explained = agree.from_first(told, group, device)
     made = {DDP: _ddp(spec)}
     same = technique == "ddp" and devices == dist.get_world_size()
     if not same:
         made[AUTO] = _chosen(spec, technique, devices, plan)
     times = _turns(spec, made)
-    entries = [Entry(name=DDP, technique="ddp", devices=dist.get_world_size(), predicted=default, seconds=times[DDP])]
-    entries.append(
-        Entry(
-            name=AUTO,
-            technique=technique,
-            devices=devices,
-            predicted=predicted,
-            seconds=times[DDP if same else AUTO],
+    pieces = len(plan.stages()) if isinstance(plan, BurstPlan) else len(plan.buckets)
+    ours = times[DDP if same else AUTO]
+    entries = [
+        Entry(name=name, technique=what, devices=number, pieces=parts, predicted=seconds, seconds=taken)
+        for name, what, number, parts, seconds, taken in (
+            (DDP, "ddp", dist.get_world_size(), *base, times[DDP]),
+            (AUTO, technique, devices, pieces, predicted, ours),
         )
-    )
+    ]
     return msgspec.to_builtins(
         Outcome(network=network, optimizer=optimizer, planning=planning, explained=explained, entries=tuple(entries))
     )
