@@ -74,7 +74,7 @@ lint: env
 
 bench: env
 	@mkdir -p out
-	@for name in merge overlap burst partial schedule fabric cluster view; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
+	@for name in merge overlap burst joint partial schedule fabric cluster view; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) web/node_modules src/dovetail/view/page/bundle out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -203,6 +203,17 @@ def test_the_joint_optimum_matches_brute_force_and_nothing_is_below_the_bound(ma
     assert lower_bound(made) <= least * (1 + SAME)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_within_a_limit_there_is_the_optimum_or_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    job = made_profile([rng.randint(1, 50) for _ in range(6)], [rng.random() for _ in range(6)])
+    made = cycle(job, AffineCost(rng.random(), 0.01), AffineCost(rng.random(), 0.02))
+    shortest = period(made, overlap.optimal(made))
+    found = overlap.within(made, shortest * (1 + 1e-9))
+    assert found is not None and period(made, found) == pytest.approx(shortest, rel=SAME)
+    assert overlap.within(made, shortest * (1 - 1e-6)) is None
+
+
 def test_dropping_labels_by_the_limit_changes_nothing_on_long_streams() -> None:
     rng = random.Random(3)
     for n in (50, 65):

@@ -1,4 +1,4 @@
-"""What the tests of overlap run on every rank: what is refused, the rings alone, and how a rank dies."""
+"""What the tests of overlap run on every rank: stored plans, what is refused, the rings alone, how a rank dies."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import signal
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
+from dovetail.core.plan import Bucket, Plan, Prediction
 from dovetail.train import ring
 
-from .overlapping import OPTIMIZERS, both, loss, refusal
+from .overlapping import OPTIMIZERS, Bag, both, difference, loss, refusal
 
 
 def refusals() -> dict[str, str]:
@@ -71,6 +75,48 @@ def _scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     scaler.unscale_(optimizer)
+
+
+def given() -> dict[str, Any]:
+    """A stored plan from the first step on, in an order that nobody would guess; and plans that do not fit."""
+    theirs, module = TorchDDP(Bag()), Bag()
+    sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters() if p.requires_grad}
+    names = sorted(sizes)
+    ends = [1, 4, len(names)]
+    plan = Plan(
+        policy="by hand",
+        profile="bag",
+        network="none",
+        workers=dist.get_world_size(),
+        batch=1,
+        tensors=tuple(names),
+        dtypes=("float64",),
+        buckets=tuple(
+            Bucket(start=a, stop=b, bytes=sum(sizes[n] for n in names[a:b])) for a, b in pairwise([0, *ends])
+        ),
+        prediction=Prediction(iteration=0.0, forward=0.0, backward=0.0, exposed=0.0, lower_bound=0.0),
+        overlap="forward",
+    )
+    ours = dovetail.DistributedDataParallel(module, overlap="forward", plan=plan)
+    make = OPTIMIZERS["adam"]
+    pairs = [(theirs, make(theirs.parameters())), (ours, dovetail.optimizer(make(ours.parameters()), ours))]
+    for step in range(3):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+    return {
+        "difference": difference(ours, theirs),
+        "used": [[ours.exchange.slots[i].name for i in bucket.members] for bucket in ours.exchange.buckets],
+        "planned": [names[a:b] for a, b in pairwise([0, *ends])],
+        "report": ours.report.plan == plan,
+        "other model": refusal(lambda: dovetail.DistributedDataParallel(nn.Linear(4, 4), overlap="forward", plan=plan)),
+        "other mode": refusal(
+            lambda: dovetail.DistributedDataParallel(
+                Bag(), overlap="forward", plan=msgspec.structs.replace(plan, overlap="backward")
+            )
+        ),
+    }
 
 
 def dropped() -> list[bool]:

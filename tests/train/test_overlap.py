@@ -37,6 +37,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 MORE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "refusals": (overlapping_edges.refusals, {}),
     "dropped": (overlapping_edges.dropped, {}),
+    "given": (overlapping_edges.given, {}),
 }
 
 
@@ -136,6 +137,13 @@ def test_planning_tries_bucketings_on_real_steps_and_uses_the_one_it_keeps(two: 
         for line in ("reduce-scatter", "all-gather", "buckets of torch's sizes", "is predicted to take"):
             assert line in result["explained"]
     assert two("planned")[0]["used"] == two("planned")[1]["used"]
+
+
+def test_a_stored_plan_is_followed_from_the_first_step_on(two: Runs) -> None:
+    for result in two("given"):
+        assert result["difference"] < CLOSE
+        assert result["used"] == result["planned"] and result["report"]
+        assert "is only in" in result["other model"] and "--overlap forward" in result["other mode"]
 
 
 def test_recorded_steps_show_every_half_of_every_bucket(two: Runs) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from dovetail.core.burst import BurstPlan
     from dovetail.core.depth import DepthPlan
     from dovetail.core.network import CollectiveName, Network
     from dovetail.core.plan import Plan
@@ -65,15 +66,17 @@ def read_profile(path: Path) -> Profile:
     return store.read(path, Profile)
 
 
-def read_plan(path: Path) -> Plan | DepthPlan:
-    """A plan of either kind; anything else is told what a plan is."""
+def read_plan(path: Path) -> Plan | DepthPlan | BurstPlan:
+    """A plan of any kind; anything else is told what a plan is."""
     from dovetail.core import store
+    from dovetail.core.burst import BurstPlan
     from dovetail.core.depth import DepthPlan
     from dovetail.core.plan import Plan
 
-    if _kind(path) == DepthPlan.kind:
-        return store.read(path, DepthPlan)
-    return store.read(path, Plan)
+    kind = _kind(path)
+    if kind == BurstPlan.kind:
+        return store.read(path, BurstPlan)
+    return store.read(path, DepthPlan) if kind == DepthPlan.kind else store.read(path, Plan)
 
 
 def read_network(name: str) -> Network:
@@ -92,7 +95,7 @@ def read_network(name: str) -> Network:
         raise Error(f"{name}: no such file, and {e}") from None
 
 
-def profile_of(path: Path, plan: Plan | DepthPlan) -> Profile:
+def profile_of(path: Path, plan: Plan | DepthPlan | BurstPlan) -> Profile:
     """The profile that a plan was made from."""
     from dovetail.core.errors import Error
     from dovetail.core.profile import Profile
@@ -103,7 +106,7 @@ def profile_of(path: Path, plan: Plan | DepthPlan) -> Profile:
     return found
 
 
-def network_of(path: Path, plan: Plan | DepthPlan) -> Network:
+def network_of(path: Path, plan: Plan | DepthPlan | BurstPlan) -> Network:
     """The network that a plan was made for: a file beside it, or else a preset."""
     from dovetail.core.errors import Error
     from dovetail.core.network import Network

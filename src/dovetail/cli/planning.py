@@ -31,6 +31,14 @@ class Behind(StrEnum):
     forward = "forward"
 
 
+class Goal(StrEnum):
+    """What --auto is to make best."""
+
+    time = "time"
+    device_time = "device-time"
+    throughput = "throughput"
+
+
 OVERLAP = """backward: all-reduces behind backward, as torch's DDP; forward: reduce-scatters behind backward and
 all-gathers behind the next forward."""
 
@@ -55,14 +63,20 @@ def plan(
     ] = None,
     workers: Workers = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Local batch, with --burst the global one; default: the profile's own.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Local batch, with --burst and --auto the global one; default: the profile's own (--auto: on each "
+            "device).",
+        ),
     ] = None,
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="The policy to use; `auto` chooses a robust one no slower than ddp.")
     ] = "auto",
     overlap: Annotated[Behind, typer.Option(help=OVERLAP)] = Behind.backward,
     optimizer: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="With --overlap forward: the optimiser on one rank's share.")
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Overlap with forward: the optimiser on one rank's share."),
     ] = 0.0,
     spb: Annotated[
         str | None,
@@ -74,21 +88,35 @@ def plan(
             "-o", "--output", dir_okay=False, help="Where to write the plan; default: plan.json (--spb: depth.json)."
         ),
     ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Choose the best combination of all techniques and numbers of devices.")
+    ] = False,
+    objective: Annotated[
+        Goal, typer.Option(help="--auto: what to make best; all but time keep the speed of torch's DDP.")
+    ] = Goal.time,
+    within: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="--auto: another speed to keep, as an iteration.")
+    ] = None,
+    allow_statistics: Annotated[
+        bool,
+        typer.Option("--allow-statistics", help="--auto: also techniques that change the statistics of the gradients."),
+    ] = False,
     burst: Annotated[
         bool, typer.Option("--burst", help="Plan how many devices each layer gets, for a fixed global batch.")
     ] = False,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="--burst: devices the job may use; default: the network's ranks, or 8.")
+        int | None,
+        typer.Option(min=1, help="--burst, --auto: devices the job may use; default: the network's ranks, or 8."),
     ] = None,
     amplification: Annotated[
         float | None, typer.Option(min=1, help="--burst: most device-time, in multiples of one device's.")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0, metavar="GIB", help="--burst: most memory of a rank, in GiB.")
+        float | None, typer.Option(min=0, metavar="GIB", help="--burst, --auto: most memory of a rank, in GiB.")
     ] = None,
     task: Annotated[
         float,
-        typer.Option(min=0, metavar="MS", help="--burst: a background task; shorter gaps are worthless."),
+        typer.Option(min=0, metavar="MS", help="--burst, --auto: a background task; shorter gaps are worthless."),
     ] = 0.5,
     png: Png = None,
     json: shell.Json = False,
@@ -97,9 +125,12 @@ def plan(
 
     Below the ways of merging gradients stands what partial backpropagation would save.
     With --burst: how many devices each layer should get, the trade-off between time and device-time, what it frees.
+    With --auto: all of it and plain data parallelism side by side, and the best combination.
     """
-    if burst and spb is not None:
-        raise typer.BadParameter("--burst and --spb are two ways: give one")
+    if auto + burst + (spb is not None) > 1:
+        raise typer.BadParameter("--auto, --burst and --spb are several ways: give one")
+    if not auto and (objective is not Goal.time or within is not None or allow_statistics):
+        raise typer.BadParameter("--objective, --within and --allow-statistics belong to --auto")
     if burst:
         from . import bursting
 
@@ -116,10 +147,30 @@ def plan(
             json=json,
         )
         return
-    if devices or amplification or memory:
+    if amplification or (not auto and (devices or memory)):
         raise typer.BadParameter("--devices, --amplification and --memory belong to --burst")
     if network is None:
         raise typer.BadParameter("missing, expected a network file or a preset such as 10gbe-16", param_hint="net.json")
+    if auto:
+        if workers or policy != "auto" or overlap is not Behind.backward or png:
+            raise typer.BadParameter("--workers, --policy, --overlap and --png do not go with --auto, which chooses")
+        from . import joint
+
+        joint.plan(
+            profile,
+            network,
+            devices=devices,
+            batch=batch,
+            objective=objective.value,
+            within=within,
+            task_ms=task,
+            statistics=allow_statistics,
+            memory_gib=memory,
+            optimizer=optimizer,
+            output=output or Path("plan.json"),
+            json=json,
+        )
+        return
     from dovetail import planning
     from dovetail.core import store
     from dovetail.planning import depth
@@ -205,10 +256,12 @@ def simulate(
 ) -> None:
     """Predict one iteration of a plan as a timeline, and draw it. Of a depth plan, one of its last phase."""
     from dovetail.core import store
+    from dovetail.core.burst import BurstPlan
     from dovetail.core.depth import DepthPlan
-    from dovetail.simulate import simulate as predict
+    from dovetail.core.plan import Plan
     from dovetail.simulate.depth import simulate_depth
-    from dovetail.view import depth, tables
+    from dovetail.simulate.joint import timeline as predict
+    from dovetail.view import burst, depth, tables
     from dovetail.view.timeline import TimelineView
 
     chosen = inputs.read_plan(plan)
@@ -219,7 +272,8 @@ def simulate(
         timeline, table = simulate_depth(chosen, job, net), depth.depths(chosen)
     else:
         net = inputs.read_network(network) if network else inputs.network_of(plan, chosen)
-        timeline, table = predict(chosen, job, net), tables.buckets(chosen)
+        table = burst.stages(chosen) if isinstance(chosen, BurstPlan) else tables.buckets(chosen)
+        timeline = predict(chosen, job, net)
     if png:
         from dovetail.view.png import timeline_png
 
@@ -231,9 +285,7 @@ def simulate(
     if json:
         shell.emit(shell.builtins(timeline))
     else:
-        below = (
-            ["", tables.hidden(timeline)] if not isinstance(chosen, DepthPlan) and chosen.overlap == "forward" else []
-        )
+        below = ["", tables.hidden(timeline)] if isinstance(chosen, Plan) and chosen.overlap == "forward" else []
         shell.show(table, "", TimelineView([timeline]), *below)
 
 
@@ -244,24 +296,37 @@ def scale(
     policies: Annotated[
         str | None, typer.Option(metavar="NAME,NAME", help="Only these policies; default: all of them.")
     ] = None,
+    techniques: Annotated[
+        bool, typer.Option("--techniques", help="Every technique, and the best combination, in place of policies.")
+    ] = False,
+    allow_statistics: Annotated[
+        bool, typer.Option("--allow-statistics", help="--techniques: also partial backpropagation.")
+    ] = False,
     png: Png = None,
     json: shell.Json = False,
 ) -> None:
-    """Predict the speed-up over one worker for many numbers of workers and every policy."""
+    """Predict the speed-up over one worker for many numbers of workers and every policy, or every technique."""
+    if policies and techniques:
+        raise typer.BadParameter("--policies are ways of merging, --techniques all that there is: give one")
+    if allow_statistics and not techniques:
+        raise typer.BadParameter("--allow-statistics belongs to --techniques")
     import msgspec
 
+    from dovetail import simulate as predict
     from dovetail.planning.policies import COMPARED
-    from dovetail.simulate import scale as predict
     from dovetail.view import tables
 
     job, net = inputs.read_profile(profile), inputs.read_network(network)
     names = [n.strip() for n in policies.split(",")] if policies else list(COMPARED)
     numbers = inputs.counts(workers)
     points = []
-    with shell.working("predicting", brief=True) as step:
+    with shell.working("predicting", brief=not techniques) as step:
         for i, number in enumerate(numbers):
             step(f"predicting {number:,} workers", i / len(numbers))
-            points += predict(job, net, workers=[number], policies=names)
+            if techniques:
+                points += predict.techniques(job, net, devices=[number], statistics=allow_statistics)
+            else:
+                points += predict.scale(job, net, workers=[number], policies=names)
     title = f"{job.name} on {net.name}, local batch {job.batch}"
     if png:
         from dovetail.view.png import scale_png

@@ -58,6 +58,11 @@ class _PartlyHidden:
         return self.cost.memory(layer, samples)
 
 
+def partly_hidden(planner: BurstPlanner, share: float) -> BurstPlanner:
+    """The same job where only a share of every all-reduce is paid for."""
+    return replace(planner, cost=_PartlyHidden(planner.cost, share))
+
+
 def overlapped(planner: BurstPlanner, plan: BurstPlan) -> BurstPlan:
     """The same counts with what they are predicted to take when gradients travel behind backward."""
     cost, counts = planner.cost, plan.counts
@@ -94,7 +99,7 @@ def overlapped(planner: BurstPlanner, plan: BurstPlan) -> BurstPlan:
 
 def lower_bound(planner: BurstPlanner) -> float:
     """Seconds that no plan beats, however well its gradients are hidden: the fastest where they cost nothing."""
-    return replace(planner, cost=_PartlyHidden(planner.cost, 0.0)).fastest().prediction.iteration
+    return partly_hidden(planner, 0.0).fastest().prediction.iteration
 
 
 def fastest_overlapped(planner: BurstPlanner, *, amplification: float | None = None) -> BurstPlan:
@@ -114,7 +119,7 @@ def candidates(planner: BurstPlanner, *, amplification: float | None = None) -> 
     """
     plans = data_parallel(planner)
     for share in SHARES:
-        partly = replace(planner, cost=_PartlyHidden(planner.cost, share))
+        partly = partly_hidden(planner, share)
         limits = [amplification] if amplification is not None else []
         plans.append(partly.fastest())
         for limit in [*limits, 1.0]:

@@ -39,9 +39,16 @@ _CELL = 0.002
 
 def optimal(cycle: Cycle) -> list[int]:
     """The partition with the shortest period, for any costs (seconds, not negative)."""
-    limit = min(period(cycle, cuts) for cuts in _simple(cycle))
+    found = within(cycle, np.inf)
+    assert found is not None, "the simple partitions are within their own limit"
+    return found
+
+
+def within(cycle: Cycle, limit: float) -> list[int] | None:
+    """The partition with the shortest period if that is within `limit` seconds; a lower limit is faster to answer."""
+    limit = min(limit, *(period(cycle, cuts) for cuts in _simple(cycle)))
     fronts = _layer(cycle, _Bounds.of(cycle, limit), None)
-    return _walk(cycle, [fronts], 0)
+    return _walk(cycle, [fronts], 0) if len(fronts[-1]) else None
 
 
 def fewest(cycle: Cycle, *, tolerance: float = 0.01, best: list[int] | None = None) -> list[int]:

@@ -1,6 +1,7 @@
-"""A plan without hardware: one iteration as a predicted timeline, and how iterations scale with workers."""
+"""A plan without hardware: one iteration as a predicted timeline, what is best, and how it scales with workers."""
 
 from .iteration import simulate
-from .scale import ScalePoint, scale
+from .joint import choose
+from .scale import ScalePoint, scale, techniques
 
-__all__ = ["ScalePoint", "scale", "simulate"]
+__all__ = ["ScalePoint", "choose", "scale", "simulate", "techniques"]

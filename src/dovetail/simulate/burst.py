@@ -47,13 +47,10 @@ def simulate_burst(
     plan: BurstPlan, profile: Profile, wires: Wires | None = None, *, bucket_bytes: float = BUCKET
 ) -> Timeline:
     """What one iteration of `plan` looks like on every rank; `wires` says what communication costs."""
-    if tuple(layer.name for layer in profile.layers) != plan.layers:
-        raise Error(f"plan for {plan.profile!r} does not match profile {profile.name!r}: they have other layers")
-    tasks = _tasks(plan, profile, wires or Links(), bucket_bytes)
-    _run(tasks)
+    tasks, alike = _simulated(plan, profile, wires or Links(), bucket_bytes)
     devices = [f"rank {r}" for r in range(plan.devices)]
     until = max(t.stop for t in tasks)
-    spans = [span for task in tasks for span in _spans(task)]
+    spans = [span for task in tasks for span in _spans(task, alike)]
     spans += idle_gaps(spans, devices, until=until)
     return Timeline(
         name=f"{profile.name}, batch {plan.batch} on {plan.devices} devices, {plan.policy}",
@@ -61,6 +58,31 @@ def simulate_burst(
         emulated=profile.emulated,
         spans=tuple(sorted(spans, key=lambda s: (s.start, s.stop))),
     )
+
+
+def occupancy(
+    plan: BurstPlan, profile: Profile, wires: Wires | None = None, *, bucket_bytes: float = BUCKET
+) -> tuple[float, list[tuple[int, list[tuple[float, float]]]]]:
+    """Of the same iteration only how long it takes, and for ranks that do the same: how many, and when they are busy.
+
+    For a thousand devices a timeline is long; ranks that do the same are few.
+    """
+    tasks, alike = _simulated(plan, profile, wires or Links(), bucket_bytes)
+    busy: dict[int, list[tuple[float, float]]] = {first: [] for first in alike}
+    for task in tasks:
+        for rank in task.ranks:
+            busy[rank].append((task.start, task.stop))
+    return max(t.stop for t in tasks), [(len(alike[first]), sorted(spans)) for first, spans in busy.items()]
+
+
+def _simulated(
+    plan: BurstPlan, profile: Profile, wires: Wires, bucket_bytes: float
+) -> tuple[list[_Task], dict[int, list[int]]]:
+    if tuple(layer.name for layer in profile.layers) != plan.layers:
+        raise Error(f"plan for {plan.profile!r} does not match profile {profile.name!r}: they have other layers")
+    tasks, alike = _tasks(plan, profile, wires, bucket_bytes)
+    _run(tasks)
+    return tasks, alike
 
 
 def live_bytes(profile: Profile) -> list[int]:
@@ -73,22 +95,38 @@ def live_bytes(profile: Profile) -> list[int]:
     return [sum(size[u] for u in range(cut + 1) if last[u] > cut) for cut in range(count)]
 
 
-def _tasks(plan: BurstPlan, profile: Profile, wires: Wires, bucket_bytes: float) -> list[_Task]:
+def _alike(layouts: Sequence[Layout]) -> dict[int, list[int]]:
+    """Ranks that hold equally many samples in every part, and so do the same at the same time, by the first of them."""
+    held = [{rank: len(samples) for rank, samples in layout.held} for layout in layouts]
+    kinds: dict[tuple[int | None, ...], list[int]] = {}
+    for rank in sorted({rank for part in held for rank in part}):
+        kinds.setdefault(tuple(part.get(rank) for part in held), []).append(rank)
+    return {ranks[0]: ranks for ranks in kinds.values()}
+
+
+def _tasks(
+    plan: BurstPlan, profile: Profile, wires: Wires, bucket_bytes: float
+) -> tuple[list[_Task], dict[int, list[int]]]:
+    """All tasks in order, for the first of each ranks that do the same; and for whom each of these stands."""
     ranks = [tuple(range(g)) for g in plan.counts]
     pieces = parts(ranks, [layer.parameter_bytes for layer in profile.layers], bucket_bytes)
     crossing = live_bytes(profile)
-    layouts: list[Layout] = []
+    layouts = [block_layout(plan.batch, pieces[0].ranks)]
+    for piece in pieces[1:]:
+        layouts.append(next_layout(layouts[-1], piece.ranks))
+    alike = _alike(layouts)
     tasks: list[_Task] = []
     last: dict[int, int] = {}  # the task after which a rank is free to go on
 
     def add(
         name: str, kind: SpanKind, who: tuple[int, ...], seconds: float, nbytes: int = 0, holds: bool = True
     ) -> None:
-        after = frozenset(last[r] for r in who if r in last)
         crowding = wires.crowding(len(who)) if kind == "communication" else 1.0
-        tasks.append(_Task(name, kind, who, seconds, after, nbytes, crowding))
+        first = tuple(r for r in who if r in alike)
+        after = frozenset(last[r] for r in first if r in last)
+        tasks.append(_Task(name, kind, first, seconds, after, nbytes, crowding))
         if holds:
-            last.update(dict.fromkeys(who, len(tasks) - 1))
+            last.update(dict.fromkeys(first, len(tasks) - 1))
 
     def reshard(name: str, before: Layout, after: Layout, cut: int) -> None:
         if moved(before, after):
@@ -99,18 +137,15 @@ def _tasks(plan: BurstPlan, profile: Profile, wires: Wires, bucket_bytes: float)
 
     def compute(kind: SpanKind, layout: Layout, layers: Sequence[int]) -> None:
         for rank, samples in layout.held:
-            for i in layers if samples else ():
+            for i in layers if samples and rank in alike else ():
                 layer = profile.layers[i]
                 seconds = layer.forward(len(samples)) if kind == "forward" else layer.backward(len(samples))
                 add(layer.name, kind, (rank,), seconds)
 
     for i, piece in enumerate(pieces):
-        if i == 0:
-            layouts.append(block_layout(plan.batch, piece.ranks))
-        else:
-            layouts.append(next_layout(layouts[-1], piece.ranks))
-            reshard(f"samples into {profile.layers[piece.start].name}", layouts[-2], layouts[-1], piece.start - 1)
-        compute("forward", layouts[-1], range(piece.start, piece.stop))
+        if i > 0:
+            reshard(f"samples into {profile.layers[piece.start].name}", layouts[i - 1], layouts[i], piece.start - 1)
+        compute("forward", layouts[i], range(piece.start, piece.stop))
     for i, piece in reversed(list(enumerate(pieces))):
         names = [layer.name for layer in profile.layers[piece.start : piece.stop]]
         compute("backward", layouts[i], range(piece.stop - 1, piece.start - 1, -1))
@@ -121,21 +156,27 @@ def _tasks(plan: BurstPlan, profile: Profile, wires: Wires, bucket_bytes: float)
             add(f"gradients of {what}", "communication", piece.ranks, seconds, nbytes, holds=False)
         if i > 0:
             reshard(f"gradients back from {names[0]}", layouts[i], layouts[i - 1], piece.start - 1)
-    return tasks
+    return tasks, alike
 
 
 def _run(tasks: list[_Task]) -> None:
     """Sets every task's start and stop: from event to event, with each link shared by what is on it."""
     now = 0.0
-    waiting, running = set(range(len(tasks))), set[int]()
-    done: set[int] = set()
-    while waiting or running:
-        for i in sorted(i for i in waiting if tasks[i].after <= done):
+    missing = [len(task.after) for task in tasks]
+    behind: list[list[int]] = [[] for _ in tasks]
+    for i, task in enumerate(tasks):
+        for before in task.after:
+            behind[before].append(i)
+    ready, running = [i for i, left in enumerate(missing) if not left], set[int]()
+    while ready or running:
+        waiting = []
+        for i in sorted(ready):
             if tasks[i].kind == "communication" and _beside(tasks, running, i) >= AT_ONCE:
+                waiting.append(i)
                 continue
-            waiting.remove(i)
             running.add(i)
             tasks[i].start = now
+        ready = waiting
         speeds = {i: _speed(tasks, running, i) for i in running}
         step = min(tasks[i].left / speeds[i] for i in running)
         now += step
@@ -144,7 +185,10 @@ def _run(tasks: list[_Task]) -> None:
             if tasks[i].left <= 1e-12:
                 tasks[i].stop = now
                 running.remove(i)
-                done.add(i)
+                for after in behind[i]:
+                    missing[after] -= 1
+                    if not missing[after]:
+                        ready.append(after)
 
 
 def _speed(tasks: list[_Task], running: set[int], i: int) -> float:
@@ -160,9 +204,9 @@ def _beside(tasks: list[_Task], running: set[int], i: int) -> int:
     return sum(tasks[j].kind == "communication" and tasks[j].ranks == tasks[i].ranks for j in running)
 
 
-def _spans(task: _Task) -> Iterator[Span]:
+def _spans(task: _Task, alike: dict[int, list[int]]) -> Iterator[Span]:
     place = "network" if task.kind == "communication" else "compute"
-    for rank in task.ranks:
+    for rank in sorted(rank for first in task.ranks for rank in alike[first]):
         yield Span(
             track=f"rank {rank}/{place}",
             name=task.name,

@@ -1,14 +1,23 @@
-"""How an iteration scales with the number of workers, for every policy."""
+"""How an iteration scales with the number of workers, for every policy of merging or for every technique."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dovetail.core.burst import BurstPlan
+from dovetail.core.depth import DepthPlan
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
 from dovetail.core.store import Count, Name, Record, Seconds
 from dovetail.planning import plan
+from dovetail.planning.joint import Candidate
+from dovetail.planning.joint_parts import TECHNIQUES
 from dovetail.planning.policies import COMPARED
+
+from .joint import open_search
+
+AUTO = "auto"
+"""The technique that is the best combination of all."""
 
 
 class ScalePoint(Record, frozen=True, kw_only=True):
@@ -22,6 +31,7 @@ class ScalePoint(Record, frozen=True, kw_only=True):
     efficiency: float
     """speedup / workers; 1.0 where communication hides entirely."""
     buckets: Count
+    """Of gradients; stages of a burst plan, segments of a depth plan."""
 
 
 def scale(
@@ -49,3 +59,41 @@ def scale(
                 )
             )
     return points
+
+
+def techniques(
+    profile: Profile, network: Network, *, devices: Sequence[int], statistics: bool = False
+) -> list[ScalePoint]:
+    """Predicts an iteration for every number of devices and every technique that can be used on them.
+
+    The global batch grows with the devices: the profile's own on each. A technique uses all devices, burst up to all;
+    `auto` is what `dovetail plan --auto` chooses, on as many as are best.
+    """
+    points = []
+    alone = profile.forward_time() + profile.backward_time()
+    for count in devices:
+        search = open_search(profile, network, devices=count, statistics=statistics)
+        best = search.run().chosen
+        found = {name: search.of(name, count) for name in TECHNIQUES} | {AUTO: best}
+        for name, candidate in found.items():
+            if candidate is not None:
+                iteration = candidate.score.iteration
+                efficiency = alone / iteration if iteration else 1.0
+                points.append(
+                    ScalePoint(
+                        workers=count,
+                        policy=name,
+                        iteration=iteration,
+                        speedup=count * efficiency,
+                        efficiency=efficiency,
+                        buckets=_pieces(candidate),
+                    )
+                )
+    return points
+
+
+def _pieces(candidate: Candidate) -> int:
+    plan = candidate.plan
+    if isinstance(plan, BurstPlan):
+        return len(plan.stages())
+    return len(plan.segments) if isinstance(plan, DepthPlan) else len(plan.buckets)

@@ -67,18 +67,21 @@ class ForwardOverlap(DistributedDataParallel):
             (plan, tuning or Tuning(), _cap(kwargs), bool(self.find_unused_parameters)), self.process_group
         )
         order = list(reversed(range(len(named))))  # as torch guesses, until backward has shown its order
-        sizes = [named[i][1].numel() * named[i][1].element_size() for i in order]
+        cuts = by_size([_size(named[i][1]) for i in order], _cap(kwargs))
+        if isinstance(plan, Plan):
+            order, cuts = _stored(plan, named)
         self.exchange = Exchange(
             named,
             self.process_group,
             find_unused=bool(self.find_unused_parameters),
             order=order,
-            cuts=by_size(sizes, _cap(kwargs)),
+            cuts=cuts,
         )
         self._planned = plan == "auto" and self.exchange.ranks > 1
         self._tuning = tuning or Tuning()
         reason = "the optimiser is not wrapped with dovetail.optimizer yet" if self._planned else "planning is off"
-        self._report = Report(state="off", overlap="forward", reason=reason)
+        stored = plan if isinstance(plan, Plan) else None
+        self._report = Report(state="off", overlap="forward", reason=reason, plan=stored)
 
     @property
     def optimizer(self) -> ShardedOptimizer | None:
@@ -162,9 +165,32 @@ def _cap(kwargs: dict[str, Any]) -> int:
     return BUCKET if given is None else max(1, int(given * MIB))
 
 
+def _size(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _stored(plan: Plan, named: list[tuple[str, nn.Parameter]]) -> tuple[list[int], list[int]]:
+    """The parameters in the order of a stored plan, and where its buckets end."""
+    index = {name: i for i, (name, _) in enumerate(named)}
+    if set(index) != set(plan.tensors):
+        odd = sorted(set(index) ^ set(plan.tensors))[0]
+        where = "the model" if odd in index else "the plan"
+        raise Error(f"plan for {plan.profile!r} does not fit this model: parameter {odd!r} is only in {where}")
+    if plan.bytes != (size := sum(_size(p) for _, p in named)):
+        raise Error(
+            f"plan for {plan.profile!r} does not fit this model: expected {plan.bytes} bytes of parameters, got {size}"
+        )
+    return [index[name] for name in plan.tensors], [b.stop for b in plan.buckets]
+
+
 def _check_arguments(module: nn.Module, plan: object, kwargs: dict[str, Any]) -> None:
-    if plan not in ("auto", None):
-        raise Error("plan: expected 'auto' or None with overlap='forward', which plans buckets for both directions")
+    if isinstance(plan, Plan):
+        if plan.overlap != "forward":
+            raise Error(f"plan for {plan.profile!r}: expected one from `dovetail plan --overlap forward`")
+        if kwargs.get("bucket_cap_mb") is not None:
+            raise Error("bucket_cap_mb: the plan already says how large buckets are; give one or the other")
+    elif plan not in ("auto", None):
+        raise Error(f"plan: expected 'auto', a Plan or None, got {plan!r}")
     refused = {
         "mixed_precision": "DDP's own mixed precision (autocast works)",
         "delay_all_reduce_named_params": "delayed all-reduces",

@@ -1,0 +1,59 @@
+"""`dovetail plan --auto`: the best combination of techniques and devices for a job on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import inputs, shell
+
+if TYPE_CHECKING:
+    from dovetail.planning.joint_parts import Objective
+
+GIB = 2**30
+
+
+def plan(
+    profile: Path,
+    network: str,
+    *,
+    devices: int | None,
+    batch: int | None,
+    objective: Objective,
+    within: float | None,
+    task_ms: float,
+    statistics: bool,
+    memory_gib: float | None,
+    optimizer: float,
+    output: Path,
+    json: bool,
+) -> None:
+    from dovetail.core import store
+    from dovetail.simulate.joint import choose
+    from dovetail.view import joint
+
+    job, net = inputs.read_profile(profile), inputs.read_network(network)
+    with shell.working("planning", brief=True):
+        found = choose(
+            job,
+            net,
+            devices=devices,
+            batch=batch,
+            objective=objective,
+            within=within,
+            task=task_ms * 1e-3 if objective == "throughput" else 0.0,
+            statistics=statistics,
+            memory=None if memory_gib is None else int(memory_gib * GIB),
+            optimizer=optimizer,
+        )
+    store.write(output, found.chosen.plan)
+    shell.wrote(output)
+    lines, code = joint.sentences(found), joint.recipe(found, output, profile=str(profile), network=network)
+    if json:
+        plan = shell.builtins(found.chosen.plan)
+        result = {"written": str(output), "explanation": lines, "run": code, "plan": plan}
+        shell.emit(joint.as_data(found) | result)
+    else:
+        where = f"To run it, in a script on each of {found.chosen.devices:,} devices:"
+        rest = [*joint.excluded(found), *lines, where, *(f"  {c}" for c in code)]
+        shell.show(joint.table(found), "", joint.rejected(found), "", *rest)

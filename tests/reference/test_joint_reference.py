@@ -1,0 +1,87 @@
+"""The joint plan on every published profile: never worse than the best single technique, on several networks."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from dovetail.core.profile import Profile
+from dovetail.measure.layer_table import read_layer_table
+from dovetail.measure.presets import preset
+from dovetail.planning import depth, plan
+from dovetail.planning.burst import BurstPlanner
+from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
+from dovetail.planning.burst_overlap import fastest_overlapped
+from dovetail.planning.joint import throughput
+from dovetail.planning.joint_parts import AnyPlan, Question
+from dovetail.simulate.joint import choose, score
+
+from ..planning.oracle import made_profile
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.fixture(scope="module")
+def profiles(reference_data: Path) -> dict[str, Profile]:
+    table, log = (reference_data / "layers" / n for n in ("a100_layers.csv", "googlenet_k80_8nodes.log"))
+    if not (table.exists() and log.exists()):
+        pytest.skip("the published layer times are not among the reference data")
+    rows = re.findall(r"\[(\d+), (\d+), ([\d.]+), [\d.]+, [\d.]+\]", log.read_text())[:128]
+    blobs = [(int(elements), float(us) * 1e-6) for _, elements, us in rows]
+    layers = [blobs[i : i + 2] for i in range(0, 128, 2)][::-1]
+    googlenet = made_profile([4 * (w[0] + b[0]) for w, b in layers], [w[1] for w, _ in layers])
+    return {"vgg": read_layer_table(table, "vgg"), "wrn": read_layer_table(table, "wrn"), "googlenet": googlenet}
+
+
+def singles(q: Question) -> list[AnyPlan]:
+    """What each technique does on its own, on all devices, and burst on up to all."""
+    job, net, local = q.profile, q.network, q.batch // q.devices
+    found: list[AnyPlan] = [
+        plan(job, net, workers=q.devices, batch=local, policy=p) for p in ("ddp", "auto", "optimal")
+    ]
+    found.append(plan(job, net, workers=q.devices, batch=local, policy="optimal", overlap="forward"))
+    if q.statistics:
+        found += depth.compare(job, net, workers=q.devices, batch=local, policies=["full", "ladder", "balanced"])
+    if len(job.layers[0].times) > 1:
+        counts = tuple(2**i for i in range(q.devices.bit_length()))
+        planner = BurstPlanner(job, ProfileCost(job, q.batch, NetworkLinks(net)), q.devices, counts=counts)
+        found += [planner.fastest(), planner.cheapest(), fastest_overlapped(planner)]
+    return found
+
+
+@pytest.mark.parametrize("model", ["vgg", "wrn", "googlenet"])
+@pytest.mark.parametrize("network", ["10gbe-8", "100gbe-8", "infiniband-32", "nvlink-8"])
+def test_the_joint_plan_is_never_worse_than_the_best_single_technique(
+    profiles: dict[str, Profile], model: str, network: str
+) -> None:
+    job, net = profiles[model], preset(network)
+    local = 4 if model != "googlenet" else 8
+    for objective in ("time", "device-time", "throughput"):
+        for statistics in (False, True) if network == "nvlink-8" else (False,):
+            found = choose(
+                job,
+                net,
+                batch=local * net.ranks,
+                objective=objective,  # type: ignore[arg-type]
+                statistics=statistics,
+                task=5e-4,
+            )
+            for single in singles(found.question):
+                s = score(single, profile=job, network=net, devices=net.ranks, task=5e-4)
+                if s.iteration > found.within * (1 + 1e-9):
+                    continue
+                theirs = {"time": s.iteration, "device-time": s.device_time}.get(
+                    objective, -throughput(found.question, s)
+                )
+                ours = found.value if objective != "throughput" else -found.value
+                assert ours <= theirs + 1e-9 * abs(theirs), (objective, statistics, single.policy)
+            assert found.bound >= found.value if objective == "throughput" else found.bound <= found.value
+
+
+def test_fewer_parts_are_never_better_in_the_ablation_of_the_shortest_time(profiles: dict[str, Profile]) -> None:
+    found = choose(profiles["googlenet"], preset("10gbe-64"))
+    times = [c.score.iteration for c in found.steps]
+    assert all(a >= b * (1 - 1e-9) for a, b in pairwise(times)) and found.gap == 0.0
