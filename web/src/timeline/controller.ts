@@ -3,6 +3,7 @@
 import { seconds, size, tick } from "../units";
 import { type Theme, type View, HEAD, ROW, row, ticks } from "./draw";
 import { type Layout, trackAt } from "./layout";
+import type { Spans } from "./model";
 
 export interface Selection { track: number; span: number }
 
@@ -28,6 +29,25 @@ export class Controller {
 
   get zoomed(): boolean {
     return this.view.to - this.view.from < 0.999 * this.whole().to;
+  }
+
+  /** Newer data of a live source: who had zoomed in or chosen a span stays there, though time 0 has moved. */
+  adopt(before: Controller): void {
+    const moved = (a: Spans, b: Spans) => a.drawn.origin - b.drawn.origin;
+    if (before.zoomed && before.layout.blocks.length && this.layout.blocks.length) {
+      const by = moved(before.layout.blocks[0].spans, this.layout.blocks[0].spans);
+      this.set({ from: before.view.from + by, to: before.view.to + by });
+    }
+    if (!before.selected) return;
+    const old = before.layout.tracks[before.selected.track];
+    const track = this.layout.tracks.findIndex((t) => t.block === old.block && t.label === old.label);
+    if (track < 0) return;
+    const { spans, first, stop } = this.layout.tracks[track];
+    const { span } = before.selected;
+    const middle = (old.spans.start[span] + old.spans.stop[span]) / 2 + moved(old.spans, spans);
+    const found = spans.at(first, stop, middle);
+    if (found >= 0) this.selected = { track, span: found };
+    this.changed();
   }
 
   resize(): void {

@@ -26,7 +26,7 @@ export function Timeline({ drawn, what }: { drawn: Drawn[]; what: string }) {
 }
 
 function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
-  const all = useMemo(() => drawn.filter((d) => d.columns.count).map((d) => new Spans(d)), [drawn]);
+  const all = useMemo(() => drawn.filter((d) => d.columns.count).map((d) => new Spans(d)), drawn);
   const plan = useMemo(() => layout(all), [all]);
   const canvas = useRef<HTMLCanvasElement>(null), axis = useRef<HTMLCanvasElement>(null);
   const scroller = useRef<HTMLDivElement>(null), labels = useRef<HTMLDivElement>(null);
@@ -45,8 +45,7 @@ function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
       clearTimeout(later);
       later = window.setTimeout(() => bump((v) => v + 1), 150);
     });
-    // Newer data of a live source: who had zoomed in stays there.
-    if (controller.current?.zoomed) made.set(controller.current.view);
+    if (controller.current) made.adopt(controller.current);
     controller.current = made;
     const watch = new ResizeObserver(() => made.resize());
     watch.observe(canvas.current!);

@@ -95,7 +95,7 @@ def document(contents: Contents, *, live: bool = False) -> Document:
         schedules=tuple(schedules),
         studies=tuple(studies),
         fabrics=tuple(fabrics),
-        empty=EMPTY,
+        empty={kind: how for kind, how in EMPTY.items() if not contents.only or kind in contents.only},
         notes=tuple(dict.fromkeys(notes)),
         series=palette.SERIES,
         colors={kind: look.color for kind, look in palette.LOOKS.items()},
@@ -182,7 +182,7 @@ def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]
     bars = bars or [lead.plan_bar(p, f"plan {p.policy}") for p in contents.plans]
     bars = bars or [lead.profile_bar(p) for p in contents.profiles]
     if not bars and others:
-        return Lead(sentence=others[0])
+        return Lead(sentence=others[0], more=contents.clusters[0].more if contents.clusters else ())
     return lead.lead(_subject(contents, settings), bars, default=default, plan=plan)
 
 
@@ -205,5 +205,6 @@ def _title(contents: Contents) -> str:
     names += [p.profile for p in contents.plans] + [b.profile for b in contents.bursts]
     names += [d.profile for d in contents.depths]
     names += [r.profile for r in contents.scale_reports] + [s.policy for s in contents.schedules]
+    names += ["cluster" for _ in contents.clusters]
     names += [r.name for r in contents.fabrics] + [r.trace.name for r in contents.studies]
     return names[0] if names else "dovetail"

@@ -57,6 +57,8 @@ class Drawn(Record, frozen=True, kw_only=True):
     source: Source
     emulated: bool = False
     duration: float
+    origin: float = 0.0
+    """Where a live picture's time 0 stands, in seconds of any clock that goes on: it moves from one to the next."""
     looks: tuple[Look, ...]
     names: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -228,25 +230,58 @@ class JobRow(Record, frozen=True, kw_only=True):
 
     name: str
     color: str
-    first: float | None
+    first: float | None = None
     """When it got its first device."""
-    last: float | None
-    devices: int
+    last: float | None = None
+    devices: int = 0
     """Distinct ones that it ran on."""
-    tasks: int
-    device_time: float
-    state: str = ""
-    why: str = ""
-    """Why it waits, or what it was promised, in the cluster's words."""
+    tasks: int = 0
+    device_time: float = 0.0
+
+
+class LiveJob(Record, frozen=True, kw_only=True):
+    """A job as its cluster knows it now, in the cluster's own words."""
+
+    number: int
+    name: str
+    color: str
+    state: str
+    done: int = 0
+    total: int = 0
+    """Iterations; 0 while nobody has said how many there will be."""
+    speed: float = 0.0
+    """Seconds an iteration takes; 0 while unknown."""
+    promise: str = ""
+    """Of a foreground job, what it was promised and what was measured; of others, what sharing costs them."""
+    devices: str = ""
+    submitted: float
+    """Seconds of the calendar's clock."""
+    why: tuple[str, ...] = ()
+    """Why it waits, is slow, or has ended; the first reason first."""
+
+
+class LiveDevice(Record, frozen=True, kw_only=True):
+    name: str
+    state: str
+    jobs: str
+    busy: float
+    """Share of its time in tasks, lately."""
+    bytes: int
+    bytes_total: int
 
 
 class Shared(Record, frozen=True, kw_only=True):
-    """A schedule: who ran where."""
+    """A schedule: who ran where; of a live cluster also who runs now and why others do not."""
 
     title: str
     sentence: str
+    more: tuple[str, ...] = ()
     drawn: Drawn
-    jobs: tuple[JobRow, ...]
+    jobs: tuple[JobRow, ...] = ()
+    live: tuple[LiveJob, ...] = ()
+    devices: tuple[LiveDevice, ...] = ()
+    missing: str = ""
+    """Why nothing is drawn."""
 
 
 class Outcome(Record, frozen=True, kw_only=True):
