@@ -143,9 +143,9 @@ def test_pictures_are_bounded_and_devices_without_work_keep_their_row() -> None:
 @pytest.mark.parametrize(
     ("slow", "bound", "share", "told"),
     [
-        (0.012, 0.05, "foreground", "at most 5.0 % slower through others, 1.2 % measured: kept"),
-        (0.07, 0.05, "foreground", "at most 5.0 % slower through others, 7.0 % measured: broken"),
-        (None, 0.05, "foreground", "at most 5.0 % slower through others, not measured yet"),
+        (0.012, 0.05, "foreground", "promised to be slowed by at most 5.0 % by others: 1.2 % measured, kept"),
+        (0.07, 0.05, "foreground", "promised to be slowed by at most 5.0 % by others: 7.0 % measured, broken"),
+        (None, 0.05, "foreground", "promised to be slowed by at most 5.0 % by others: not measured yet"),
         (0.3, None, "normal", "30.0 % slower than alone"),
         (None, None, "normal", ""),
     ],
@@ -162,14 +162,12 @@ def test_the_first_sentence_counts_who_runs_waits_and_ended() -> None:
         return page.section(Snapshot(a_status(jobs, ended=ended), {}), []).sentence
 
     queued, gone = a_job(2, state="queued", devices=[]), a_job(3, state="failed", reason="it raised")
-    assert first([a_job(1), queued], gone) == (
-        "1 job runs on 2 emulated devices; 1 waits; 1 has ended, 1 of them failed."
-    )
+    assert first([a_job(1), queued], gone) == ("1 job runs on 2 emulated devices, 1 waits and 1 has ended (1 failed).")
     assert first([]) == "Nothing has been submitted to this cluster yet. 2 emulated devices are ready."
     shown = page.section(Snapshot(a_status([queued], ended=(gone,)), {2: ["memory: too little", "more"]}), [])
     assert shown.live[0].why == ("memory: too little", "more") and shown.live[1].why == ("it raised",)
-    assert shown.more == ("Job 2 (net) waits: memory: too little.",)
-    assert shown.missing and shown.sentence.startswith("No job runs on 2 emulated devices; 1 waits")
+    assert shown.more == ("Job 2 (net) waits (memory): too little.",)
+    assert shown.missing and shown.sentence.startswith("No job runs on 2 emulated devices, 1 waits and")
 
 
 # -- who may see it, and at what cost --

@@ -105,16 +105,16 @@ def test_who_runs_where_is_drawn_and_who_waits_says_why(live: Seen, home: Path) 
     assert "foreground" in running and "running" in running
     assert re.search(r"[1-9]\d* of 100,000", running)
     assert re.search(r"\d ms", running), "how long an iteration takes"
-    assert "at most 5.0 % slower through others" in running
+    assert "promised to be slowed by at most 5.0 % by others" in running
     assert "0 devices are free of jobs of promised speed, it needs 1" in waiting
     assert (
         page.locator(f"#job-{first} progress").get_attribute("aria-label")
         == f"iterations of job {first} (promised), foreground"
     )
     heading = page.locator("h1").inner_text()
-    assert heading == "1 job runs on 2 emulated devices; 1 waits."
-    assert f"Job {second} (later) waits: promise: 0 devices" in page.locator("#lead").inner_text()
-    assert page.locator("#cluster .timeline .head").inner_text().startswith("who ran where in")
+    assert heading == "1 job runs on 2 emulated devices and 1 waits."
+    assert f"Job {second} (later) waits (promise): 0 devices" in page.locator("#lead").inner_text()
+    assert page.locator("#cluster .timeline .head").inner_text().startswith("measured, emulated · the last")
 
 
 def lane_colours(seen: Seen, lane: int) -> set[str]:
@@ -184,7 +184,7 @@ def test_a_copy_for_sharing_shows_the_same_and_asks_nobody(browser: Any, home: P
     done = run("view", "--cluster", home, "--html", out)
     assert done.exit_code == 0, done.output
     with opened_file(browser, out) as seen:
-        assert seen.page.locator("h1").inner_text() == "1 job runs on 2 emulated devices; 1 waits."
+        assert seen.page.locator("h1").inner_text() == "1 job runs on 2 emulated devices and 1 waits."
         assert palette.SERIES[0] in lane_colours(seen, 1)
         assert "it needs 1" in seen.page.locator("#job-2").inner_text()
         assert seen.page.locator(".brand .now").count() == 0, "a copy is not live"

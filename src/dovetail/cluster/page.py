@@ -41,7 +41,7 @@ def section(now: Snapshot, spans: Sequence[Ran | Held]) -> Shared:
     if not drawn.columns.count:
         missing = "No task has run yet, so there is nothing to draw." if jobs else HOW
     return Shared(
-        title=drawn.title,
+        title=f"{_devices(status)}, policy {status['policy']}",
         sentence=_sentence(status),
         more=tuple(_more(status, now.whys, drawn, busy)),
         drawn=drawn,
@@ -98,7 +98,7 @@ def _draw(cells: Mapping[int, list[Cell]], status: Mapping[str, Any], names: Map
     origin = min((c.start for found in cells.values() for c in found), default=0.0)
     last = max((c.stop for found in cells.values() for c in found), default=0.0)
     wide, devices = last - origin, len(status["devices"])
-    title = f"who ran where{f' in {duration(wide)}' if wide else ''} · policy {status['policy']}"
+    title = f"measured{', emulated' if status['emulated'] else ''} · the last {duration(wide)} that anything ran"
     drawn = columns.pack(
         lanes, looks, name=status["policy"], title=title, source="measured", emulated=status["emulated"],
         duration=wide, origin=origin,
@@ -116,7 +116,7 @@ def _color(job: int) -> str:
 
 def _sentence(status: Mapping[str, Any]) -> str:
     counts = status["counts"]
-    where = units.count(len(status["devices"]), "emulated device" if status["emulated"] else "device")
+    where = _devices(status)
     if not counts:
         return f"{NOTHING} {_are(where, len(status['devices']))} ready."
     running, waiting = counts.get("running", 0), counts.get("queued", 0) + counts.get("preparing", 0)
@@ -128,9 +128,13 @@ def _sentence(status: Mapping[str, Any]) -> str:
     if counts.get("paused"):
         parts.append(f"{_are(str(counts['paused']), counts['paused'])} paused")
     if ended:
-        failed = f", {counts['failed']:,} of them failed" if counts.get("failed") else ""
+        failed = f" ({counts['failed']:,} failed)" if counts.get("failed") else ""
         parts.append(f"{ended:,} {'has' if ended == 1 else 'have'} ended{failed}")
-    return "; ".join(parts) + "."
+    return ", ".join(parts[:-1]) + " and " * (len(parts) > 1) + parts[-1] + "."
+
+
+def _devices(status: Mapping[str, Any]) -> str:
+    return units.count(len(status["devices"]), "emulated device" if status["emulated"] else "device")
 
 
 def _are(what: str, count: int) -> str:
@@ -144,24 +148,25 @@ def _more(status: Mapping[str, Any], whys: Mapping[int, Sequence[str]], drawn: D
         lines.append(f"{units.count(len(away), 'device')} away: {', '.join(map(str, away[:8]))}.")
     waiting = [j for j in status["jobs"] if j["state"] in ("queued", "preparing") and not j["devices"]]
     if waiting and (why := whys.get(waiting[0]["job"])):
-        first = f"{_called(waiting[0]).capitalize()} waits: {why[0]}."
+        kind, _, reason = why[0].rpartition(": ")
+        first = f"{_called(waiting[0]).capitalize()} waits{f' ({kind})' if kind else ''}: {reason}."
         lines.append(first + (f" {len(waiting) - 1:,} more behind it." if len(waiting) > 1 else ""))
     for j in status["jobs"]:
         if j.get("bound") is not None and j["devices"]:
-            lines.append(f"{_called(j).capitalize()} was promised its speed: {_promise(j)}.")
+            lines.append(f"{_called(j).capitalize()} is {_promise(j)}.")
             break
     if drawn.columns.count:
-        lines.append(f"In the {duration(drawn.duration)} below, devices were in use {units.percent(busy)} of the time.")
+        lines.append(f"In the {duration(drawn.duration)} below devices were in use {units.percent(busy)} of the time.")
     return lines
 
 
 def _promise(job: Mapping[str, Any]) -> str:
     slow, bound = job.get("slowdown"), job.get("bound")
     if bound is not None:
-        told = f"at most {units.percent(bound)} slower through others"
+        told = f"promised to be slowed by at most {units.percent(bound)} by others"
         if slow is None:
-            return f"{told}, not measured yet"
-        return f"{told}, {units.percent(slow)} measured: {'kept' if slow <= bound else 'broken'}"
+            return f"{told}: not measured yet"
+        return f"{told}: {units.percent(slow)} measured, {'kept' if slow <= bound else 'broken'}"
     if slow is None:
         return ""
     how = "through others" if job["share"] == "foreground" else "than alone"

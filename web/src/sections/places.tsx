@@ -85,10 +85,22 @@ function Jobs({ jobs }: { jobs: LiveJob[] }) {
         { name: "iterations", text: (j) => <Progress job={j} /> },
         { name: "an iteration takes", text: (j) => (j.speed ? seconds(j.speed) : ""), right: true },
         { name: "devices", text: (j) => j.devices },
-        { name: "promise", text: (j) => <div class="wrapped">{j.promise}</div> },
-        { name: "why", text: (j) => <div class="wrapped">{j.why.map((line) => <div><Words text={line} /></div>)}</div> },
-        { name: "submitted", text: (j) => new Date(j.submitted * 1000).toLocaleString() },
+        { name: "why it waits, or what sharing costs it", text: (j) => <Why job={j} /> },
       ]} />
+  );
+}
+
+function Why({ job }: { job: LiveJob }) {
+  const [first, ...rest] = [...(job.promise ? [job.promise] : []), ...job.why];
+  const more = [...rest, `submitted ${new Date(job.submitted * 1000).toLocaleString()}`];
+  return (
+    <div class="wrapped">
+      {first && <div><Words text={first} /></div>}
+      <details>
+        <summary>{rest.length ? "more" : "when"}</summary>
+        {more.map((line) => <div><Words text={line} /></div>)}
+      </details>
+    </div>
   );
 }
 

@@ -71,7 +71,7 @@ def document(contents: Contents, *, live: bool = False) -> Document:
         for p in contents.plans
         if id(p) not in made_from
     ]
-    both = [next((t for t in contents.timelines if t.source == s), None) for s in ("predicted", "measured")]
+    both = _pair(contents.timelines)
     scaling = [sections.scaling(r) for r in contents.scale_reports] or _scaled(settings, notes)
     schedules = [*contents.clusters, *map(columns.shared, contents.schedules)]
     studies, fabrics = [*map(sections.study, contents.studies)], [*_fabrics(contents)]
@@ -85,7 +85,7 @@ def document(contents: Contents, *, live: bool = False) -> Document:
         live=live,
         lead=_lead(contents, settings, others),
         timelines=tuple(map(columns.drawn, contents.timelines)),
-        compared=sections.kinds(compare(both[0], both[1])) if both[0] and both[1] else None,
+        compared=sections.kinds(compare(*both)) if both else None,
         plans=tuple(planned),
         depths=tuple(map(sections.depths, contents.depths)),
         profiles=tuple(map(sections.layers, contents.profiles)),
@@ -163,19 +163,30 @@ def _scaled(settings: Sequence[Setting], notes: list[str]) -> list[Scaling]:
     return [sections.scaling(ScaleReport(profile=job.name, network=net.name, batch=job.batch, points=points))]
 
 
+def _pair(timelines: Sequence[Timeline]) -> tuple[Timeline, Timeline] | None:
+    """A prediction and what happened: of the same name where there are such, or else the first of each."""
+    predicted, measured = ([t for t in timelines if t.source == s] for s in ("predicted", "measured"))
+    pairs = [(p, m) for p in predicted for m in measured]
+    return next((pair for pair in pairs if pair[0].name == pair[1].name), pairs[0] if pairs else None)
+
+
 def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]) -> Lead:
     """What was measured comes first; then torch's default beside the plan; or else what else is known of the time.
 
+    Where two ways of training were measured they speak for themselves, and only what did not run is predicted.
     `others` are sentences about what is not the time of an iteration, for contents that say nothing of that.
     """
-    measured = [t for t in contents.timelines if t.source == "measured"]
-    bars = [b for t in measured if (b := lead.bar(t, t.name))]
+    measured = [b for t in contents.timelines if t.source == "measured" and (b := lead.bar(t, t.name))]
     default = plan = None
     for s in settings[:1]:
         plan = lead.bar(s.predicted(s.chosen), f"dovetail's plan ({s.chosen.policy})")
         if s.default is not None and (s.chosen.policy, s.chosen.overlap) != ("ddp", "backward"):
             default = lead.bar(s.predicted(s.default), "torch's default")
-        bars += [b for b in (default, plan) if b]
+    bars = [*measured, *(b for b in (default, plan) if b)]
+    if len(measured) > 1:
+        default, plan, bars = measured[0], measured[1], measured
+    further = [s for s in settings[1:] if s.chosen.overlap == "forward"]
+    bars += [b for s in further if (b := lead.bar(s.predicted(s.chosen), "dovetail, behind forward too"))]
     if not settings:
         predicted = [t for t in contents.timelines if t.source == "predicted"]
         bars += [b for t in predicted if (b := lead.bar(t, t.name))]
