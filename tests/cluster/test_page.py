@@ -18,7 +18,7 @@ from dovetail.cluster.glimpse import Doing, Snapshot
 from dovetail.cluster.recorder import Held, Ran, Recorder, ran
 from dovetail.cluster.tail import Tail
 from dovetail.view.page import html
-from dovetail.view.page.document import Shared
+from dovetail.view.page.places import Shared
 
 from .stage import Stage
 from .test_api import TOKEN, play

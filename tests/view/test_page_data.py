@@ -23,9 +23,10 @@ from dovetail.core.timeline import Span, Timeline
 from dovetail.view import example, palette, tracks
 from dovetail.view.page import Contents, Given, document, export, html, page, reports, serving, sort
 from dovetail.view.page.columns import drawn, shared
-from dovetail.view.page.document import Drawn, encode
+from dovetail.view.page.document import encode
 from dovetail.view.page.fabric import places, split
 from dovetail.view.page.lead import bar
+from dovetail.view.page.pictures import Drawn
 
 from ..command import run, shell
 from . import samples

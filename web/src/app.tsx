@@ -11,12 +11,14 @@ import { type Choice, useTheme } from "./theme";
 import { Timeline } from "./timeline/view";
 
 const INTROS: Record<string, string> = {
-  timelines: "What happened when: a row for each thing that works, time runs to the right.",
-  plan: "Where the stream of gradients is cut into messages, called buckets. Many small ones pay for starting many " +
-    "times; one large one cannot start before the last gradient is there.",
+  timelines: "What happened when, in one iteration: a row for each thing that works, time runs to the right. Low orange " +
+    "bars are gradients that travel meanwhile; tall red ones are what devices wait for.",
+  plan: "What dovetail would change: where the stream of gradients is cut into messages, called buckets. Many small ones " +
+    "pay for starting many times; one large one cannot start before the last gradient is there. In between is a best cut.",
   profile: "What one device computes in an iteration, layer by layer.",
   network: "What it costs to exchange gradients, by their size.",
-  scaling: "What becomes of it on more workers, each with the same share of work. The dashed line would be perfect.",
+  scaling: "What becomes of it on more workers, each with the same share of work. The dashed line would be perfect; optimal " +
+    "is the best cut, ddp torch's default, single everything in one message, per-tensor a message for every tensor.",
   burst: "How many devices each layer gets. Layers that do not get faster on many may run on few: the others are free.",
   cluster: "Who uses which device when. A bar is one task: one worker's part of one iteration of a job. Jobs take turns.",
   fabric: "Which way packets can go, and what is broken.",

@@ -20,6 +20,7 @@ export interface Layers {
 }
 export interface Policy {
   name: string; buckets: number; iteration: number; exposed: number; bound: number; chosen: boolean;
+  how: string;
 }
 export interface Bucket { bytes: number; tensors: number; first: string; last: string }
 export interface Planned {

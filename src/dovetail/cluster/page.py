@@ -11,7 +11,8 @@ from typing import Any
 from dovetail.view import palette, units
 from dovetail.view.page import columns
 from dovetail.view.page.columns import OTHER_JOBS, Cell, Lane
-from dovetail.view.page.document import Drawn, LiveDevice, LiveJob, Look, Shared
+from dovetail.view.page.pictures import Drawn, Look
+from dovetail.view.page.places import LiveDevice, LiveJob, Shared
 from dovetail.view.schedule import span as duration
 
 from .glimpse import Doing, Snapshot

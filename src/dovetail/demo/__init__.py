@@ -65,7 +65,7 @@ def main(
         tuning={"measure": 6, "steps": 2} if quick else {},
         on_line=_indented(say),
     )
-    story = ending.story(profile, outcome)
+    story = ending.story(profile, outcome, network="loopback" if reason else f"a {rate} network")
     say("\n   One iteration of the first rank; exposed is what nothing hides:\n")
     say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], story.predicted]))
 
@@ -118,9 +118,8 @@ def _end(
     say: Callable[..., None], story: ending.Story, found: list[ending.Line], where: str, html: Path | None
 ) -> Path | None:
     say(ending.table(found, f"\nResNet-50 on {where}"))
-    ours = found[1].seconds
-    predicted = story.outcome.entry(DOVETAIL).predicted
-    say(f"For the second line dovetail had predicted {predicted:.3f} s, {predicted / ours - 1:+.0%} off.")
+    for line in ending.footnotes(story, found):
+        say(line, markup=False)
     say("In your own script:  [bold]from dovetail import DistributedDataParallel as DDP[/]")
     page, why = ending.export(story, html)
     if page:

@@ -17,8 +17,10 @@ from dovetail.view import explain, palette
 
 from . import columns, lead, sections
 from .contents import Contents
-from .document import Document, Drawn, Fabric, Lead, Planned, Scaling
+from .document import Document, Lead, Planned, Scaling
 from .fabric import fabric
+from .pictures import Drawn
+from .places import Fabric
 from .reports import ScaleEntry, ScaleReport
 
 EMPTY = {
@@ -62,7 +64,7 @@ class Setting:
 
 
 def document(contents: Contents, *, live: bool = False) -> Document:
-    notes: list[str] = []
+    notes = list(contents.notes)
     settings = list(_settings(contents, notes))
     planned = [_planned(s) for s in settings]
     made_from = {id(s.chosen) for s in settings}
@@ -206,9 +208,8 @@ def _subject(contents: Contents, settings: Sequence[Setting]) -> str:
 
 
 def _fabrics(contents: Contents) -> Iterable[Fabric]:
-    paths = [p.path() for p in contents.paths]
     for report in contents.fabrics:
-        yield fabric(report.name, report.links, report.counters, report.believed, paths)
+        yield fabric(report.name, report.links, report.counters, report.believed, contents.paths)
 
 
 def _title(contents: Contents) -> str:

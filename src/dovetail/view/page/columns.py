@@ -14,7 +14,8 @@ from dovetail.core.timeline import Span, Timeline
 from dovetail.view import palette, tracks, units
 from dovetail.view.schedule import span
 
-from .document import Columns, Drawn, JobRow, Look, Row, Shared, Source
+from .pictures import Columns, Drawn, Look, Row, Source
+from .places import JobRow, Shared
 
 HEIGHTS = {"communication": 0.55, "wait": 0.2, "idle": 0.2}
 """Of a row. What is hidden is drawn half as high and what does nothing as a line, so that colour is not needed."""

@@ -17,7 +17,7 @@ from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Timeline
 
-from .document import Shared
+from .places import Shared
 from .reports import BurstReport, FabricReport, Report, ScaleReport, StudyReport, TraceReport
 
 
@@ -42,6 +42,8 @@ class Contents:
     paths: tuple[TraceReport, ...] = ()
     beside: tuple[Profile | Network, ...] = ()
     """What plans were made from, found beside them: used for predictions, not shown for itself."""
+    notes: tuple[str, ...] = ()
+    """What else is worth knowing, a sentence each."""
     only: tuple[str, ...] = ()
     """Kinds of sections (keys of `build.EMPTY`) whose absence is worth a word; none named: all."""
 
