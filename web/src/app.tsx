@@ -20,7 +20,8 @@ const INTROS: Record<string, string> = {
   scaling: "What becomes of it on more workers, each with the same share of work. The dashed line would be perfect; optimal " +
     "is the best cut, ddp torch's default, single everything in one message, per-tensor a message for every tensor.",
   burst: "How many devices each layer gets. Layers that do not get faster on many may run on few: the others are free.",
-  cluster: "Who uses which device when. A bar is one task: one worker's part of one iteration of a job. Jobs take turns.",
+  cluster: "Who uses which device when. A bar is one task: one worker's part of one iteration of a job. Jobs take turns. " +
+    "Where tasks were not recorded, a bar is a lease: the job has the device.",
   fabric: "Which way packets can go, and what is broken.",
 };
 

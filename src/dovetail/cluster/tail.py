@@ -102,6 +102,6 @@ class Tail:
             return  # cut by a kill
         if isinstance(line, Clock):
             known.offset = self._offsets.setdefault((line.node, line.boot), line.offset)
-        elif line.stop >= line.start:
+        elif line.stop >= line.start and line.job.isdecimal():
             start, stop = line.start + known.offset, line.stop + known.offset
             known.spans.append(msgspec.structs.replace(line, start=start, stop=stop))

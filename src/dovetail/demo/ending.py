@@ -82,7 +82,7 @@ def lines(s: Story) -> list[Line]:
         return middle, (low, high)
 
     theirs, ours = s.outcome.entry("ddp"), s.outcome.entry(DOVETAIL)
-    changed = f"the same in {ours.buckets}, cut so that more hides"
+    changed = f"in {ours.buckets}, cut so that more of them hide"
     if s.outcome.kept is None:
         changed = "nothing: torch's were the best here"
     first = Line(THEIRS, *measured("ddp"), f"gradients travel in {units.count(theirs.buckets, 'message')}")
@@ -90,18 +90,17 @@ def lines(s: Story) -> list[Line]:
     return [
         first,
         Line(OURS, *measured(DOVETAIL), changed),
-        Line(f"{OURS} + forward", forward, None, "they hide behind forward too"),
+        Line(f"{OURS} + forward", forward, None, "predicted: hidden behind forward too"),
     ]
 
 
 def table(found: list[Line], title: str) -> Table:
     shown = Table(title=title, title_justify="left")
-    for name in ("", "a step takes", "saved", "what changed"):
+    for name in ("", "a step", "saved", "what changed"):  # 80 columns suffice
         shown.add_column(name, justify="left" if name in ("", "what changed") else "right")
     for i, line in enumerate(found):
-        how = "" if line.spread else ", predicted"
         saved = _saved(1 - line.seconds / found[0].seconds) if i else ""
-        shown.add_row(line.name, f"{line.seconds:.3f} s{how}", saved, line.what)
+        shown.add_row(line.name, f"{line.seconds:.3f} s", saved, line.what)
     return shown
 
 

@@ -8,6 +8,9 @@ import type { Spans } from "./model";
 export interface Selection { track: number; span: number }
 
 const AXIS = 22;
+const MANY = 20_000; // spans from which on a first zoom would be felt
+const QUICK = 4, PATIENCE = 80; // milliseconds: of a picture that is quick enough, and for all of a rehearsal
+let rehearsed = false;
 
 export class Controller {
   view: View;
@@ -60,6 +63,24 @@ export class Controller {
     }
     this.width = width;
     this.draw();
+    if (!rehearsed && this.layout.blocks.some((b) => b.spans.drawn.columns.count >= MANY)) {
+      rehearsed = true;
+      window.setTimeout(() => this.rehearse());
+    }
+  }
+
+  /** Browsers compile what runs often: a few closer views that nobody sees make the first zoom as quick as later ones. */
+  private rehearse(): void {
+    const unseen = document.createElement("canvas").getContext("2d")!;
+    const tracks = this.layout.tracks.filter((t) => t.top < this.canvas.clientHeight), theme = this.theme();
+    const began = performance.now();
+    for (let wide = this.whole().to, took = Infinity; took > QUICK || wide > this.whole().to / 50; wide *= 0.7) {
+      const start = performance.now();
+      if (start - began > PATIENCE) return;
+      const view = { from: 0, to: wide };
+      for (const t of tracks) row(unseen, t.spans, t.first, t.stop, view, this.width, 0, theme);
+      took = performance.now() - start;
+    }
   }
 
   /** Asks for a frame. */

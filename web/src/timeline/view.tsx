@@ -40,7 +40,9 @@ function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
     let later = 0;
     const made = new Controller(plan, canvas.current!, axis.current!, scroller.current!, colours, () => {
       const mark = made.hovered ?? made.selected;
-      if (live.current) live.current.textContent = mark ? made.describe(mark) : HINT;
+      const text = mark ? made.describe(mark) : HINT;
+      // Only where it is another one: what is touched has to be laid out again, in every frame of a zoom.
+      if (live.current && live.current.textContent !== text) live.current.textContent = text;
       // Tables follow when the picture has come to rest.
       clearTimeout(later);
       later = window.setTimeout(() => bump((v) => v + 1), 150);

@@ -17,7 +17,7 @@ from dovetail.view import explain, palette
 
 from . import columns, lead, sections
 from .contents import Contents
-from .document import Document, Lead, Planned, Scaling
+from .document import Bar, Document, Lead, Planned, Scaling
 from .fabric import fabric
 from .pictures import Drawn
 from .places import Fabric
@@ -39,6 +39,7 @@ EMPTY = {
     "fabrics": "No fabric. `dovetail fabric status --json > fabric.json` tells the state of one that is up; "
     "`dovetail fabric trace A B --json > path.json` adds a path.",
 }
+THEIRS = "torch's default"
 SCALED = ("optimal", "ddp", "single", "per-tensor")
 WORKERS = tuple(2**i for i in range(1, 10))
 """For the scaling curves that the page makes itself."""
@@ -62,9 +63,16 @@ class Setting:
     def predicted(self, plan: Plan) -> Timeline:
         return simulate(plan, self.profile, self.network)
 
+    def bars(self, label: str) -> tuple[Bar | None, Bar | None]:
+        """torch's default, where the plan is another, and the plan."""
+        if self.default and (self.chosen.policy, self.chosen.overlap) == ("ddp", "backward"):
+            return None, lead.bar(self.predicted(self.chosen), THEIRS)
+        default = lead.bar(self.predicted(self.default), THEIRS) if self.default else None
+        return default, lead.bar(self.predicted(self.chosen), label)
+
 
 def document(contents: Contents, *, live: bool = False) -> Document:
-    notes = list(contents.notes)
+    notes: list[str] = []
     settings = list(_settings(contents, notes))
     planned = [_planned(s) for s in settings]
     made_from = {id(s.chosen) for s in settings}
@@ -181,14 +189,16 @@ def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]
     measured = [b for t in contents.timelines if t.source == "measured" and (b := lead.bar(t, t.name))]
     default = plan = None
     for s in settings[:1]:
-        plan = lead.bar(s.predicted(s.chosen), f"dovetail's plan ({s.chosen.policy})")
-        if s.default is not None and (s.chosen.policy, s.chosen.overlap) != ("ddp", "backward"):
-            default = lead.bar(s.predicted(s.default), "torch's default")
+        default, plan = s.bars(f"dovetail's plan ({s.chosen.policy})")
     bars = [*measured, *(b for b in (default, plan) if b)]
     if len(measured) > 1:
         default, plan, bars = measured[0], measured[1], measured
-    further = [s for s in settings[1:] if s.chosen.overlap == "forward"]
-    bars += [b for s in further if (b := lead.bar(s.predicted(s.chosen), "dovetail, behind forward too"))]
+    told = list(contents.notes)
+    for s in settings[1:]:
+        if s.chosen.overlap == "forward":
+            theirs, ours = s.bars('dovetail with overlap="forward"')
+            bars += [ours] if ours else []
+            told += [lead.against(theirs, ours)] if theirs and ours else []
     if not settings:
         predicted = [t for t in contents.timelines if t.source == "predicted"]
         bars += [b for t in predicted if (b := lead.bar(t, t.name))]
@@ -196,7 +206,7 @@ def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]
     bars = bars or [lead.profile_bar(p) for p in contents.profiles]
     if not bars and others:
         return Lead(sentence=others[0], more=contents.clusters[0].more if contents.clusters else ())
-    return lead.lead(_subject(contents, settings), bars, default=default, plan=plan)
+    return lead.lead(_subject(contents, settings), bars, default=default, plan=plan, more=told)
 
 
 def _subject(contents: Contents, settings: Sequence[Setting]) -> str:

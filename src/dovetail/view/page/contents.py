@@ -43,7 +43,7 @@ class Contents:
     beside: tuple[Profile | Network, ...] = ()
     """What plans were made from, found beside them: used for predictions, not shown for itself."""
     notes: tuple[str, ...] = ()
-    """What else is worth knowing, a sentence each."""
+    """What is to be read below the first sentence, a line each."""
     only: tuple[str, ...] = ()
     """Kinds of sections (keys of `build.EMPTY`) whose absence is worth a word; none named: all."""
 

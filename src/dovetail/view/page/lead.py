@@ -75,19 +75,26 @@ def profile_bar(profile: Profile) -> Bar:
     )
 
 
-def lead(subject: str, bars: Sequence[Bar], *, default: Bar | None = None, plan: Bar | None = None) -> Lead:
+def lead(
+    subject: str,
+    bars: Sequence[Bar],
+    *,
+    default: Bar | None = None,
+    plan: Bar | None = None,
+    more: Sequence[str] = (),
+) -> Lead:
     """`bars[0]` is how things are; `default` and `plan` are both predicted, or both measured: like beside like."""
     if not bars:
         return Lead(
             sentence=f"{subject}: nothing here tells where training time goes.",
             more=("Give a profile and a network, a plan, or a timeline: the sections below name the commands.",),
         )
-    more = []
+    told = []
     if bars[0].exposed is None:
-        more = ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
+        told = ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
     if default and plan:
-        more = [_against(default, plan)]
-    return Lead(sentence=_sentence(subject, bars[0]), more=tuple(more), bars=tuple(bars))
+        told = [against(default, plan)]
+    return Lead(sentence=_sentence(subject, bars[0]), more=(*told, *more), bars=tuple(bars))
 
 
 def _sentence(subject: str, now: Bar) -> str:
@@ -104,7 +111,7 @@ def _sentence(subject: str, now: Bar) -> str:
     )
 
 
-def _against(default: Bar, plan: Bar) -> str:
+def against(default: Bar, plan: Bar) -> str:
     gain = default.total / plan.total if plan.total else 1.0
     told = (
         f"{plan.label} is {plan.source} at {units.seconds(plan.total)}, {default.label} at "
