@@ -6,6 +6,8 @@ import asyncio
 import base64
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,8 @@ def test_however_many_look_one_document_is_made_and_it_stays_small(
         assert all(j["why"] for j in shown["live"])
 
     play(tmp_path, scene)
+
+
+def test_a_coordinator_comes_back_without_what_only_its_page_needs() -> None:
+    code = "import dovetail.cluster.api, sys; sys.exit(any(m.startswith('dovetail.view') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

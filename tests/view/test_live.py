@@ -69,6 +69,7 @@ def browser() -> Iterator[Any]:
 def live(browser: Any, home: Path) -> Iterator[Seen]:
     """One page that stays open: it is never loaded again."""
     with watched(browser) as seen:
+        seen.page.set_default_timeout(60_000)  # of two cores, the cluster has its share
         seen.page.goto(f"{Client(home).url}/")
         seen.page.evaluate("document.documentElement.dataset.same = 'yes'")
         yield seen
@@ -94,7 +95,7 @@ def test_who_runs_where_is_drawn_and_who_waits_says_why(live: Seen, home: Path) 
     second = submit(client, "later", 1)
     page = live.page
     page.wait_for_selector("#cluster .timeline")
-    page.wait_for_selector(f"#job-{second} .wrapped:has-text('promise:')", timeout=20_000)
+    page.wait_for_selector(f"#job-{second} .wrapped:has-text('promise:')")
     # A lane for each device, with bars in the colour of the job.
     assert page.locator(".timeline .label").all_inner_texts() == ["device 0", "device 1"]
     live.settle()
@@ -193,7 +194,7 @@ def test_a_copy_for_sharing_shows_the_same_and_asks_nobody(browser: Any, home: P
 def test_when_the_cluster_is_gone_the_page_says_so_and_keeps_the_last(live: Seen, home: Path) -> None:
     local.down(home, grace=0.0)
     page = live.page
-    page.wait_for_selector("[role=alert]", timeout=20_000)
+    page.wait_for_selector("[role=alert]")
     assert "does not answer any more" in page.locator("[role=alert]").inner_text()
     assert "not live" in page.locator(".brand").inner_text()
     assert page.locator("#job-1").count() == 1 and page.locator(".timeline .label").count() == 2
