@@ -29,7 +29,17 @@ def fails(*arguments: object, code: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    "verb", [("status",), ("why", "1"), ("logs", "1"), ("cancel", "1"), ("pause", "1"), ("resume", "1")]
+    "verb",
+    [
+        ("status",),
+        ("page",),
+        ("page", "1"),
+        ("why", "1"),
+        ("logs", "1"),
+        ("cancel", "1"),
+        ("pause", "1"),
+        ("resume", "1"),
+    ],
 )
 def test_without_a_cluster_every_verb_says_how_to_start_one(home: Path, verb: tuple[str, ...]) -> None:
     assert "no cluster runs in" in fails("cluster", *verb, "--home", home)

@@ -85,6 +85,12 @@ def opened(browser: Any, contents: Contents, folder: Path, **options: Any) -> It
     """The exported page, opened from its file with the network switched off; fails if it asked for anything."""
     path = folder / "page.html"
     export(contents, path)
+    with opened_file(browser, path, **options) as seen:
+        yield seen
+
+
+@contextmanager
+def opened_file(browser: Any, path: Path, **options: Any) -> Iterator[Seen]:
     with watched(browser, **options) as seen:
         seen.page.context.set_offline(True)
         seen.page.goto(path.as_uri())

@@ -11,6 +11,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,11 +22,24 @@ from dovetail.core.errors import Error
 from dovetail.core.job import Schedule
 from dovetail.core.timeline import Span, Timeline
 from dovetail.view import example, palette, tracks
-from dovetail.view.page import Contents, Given, document, export, html, page, reports, serving, sort
+from dovetail.view.page import (
+    Contents,
+    Given,
+    Several,
+    build,
+    document,
+    export,
+    html,
+    page,
+    reports,
+    serving,
+    sort,
+)
 from dovetail.view.page.columns import drawn, shared
-from dovetail.view.page.document import Drawn, encode
+from dovetail.view.page.document import encode
 from dovetail.view.page.fabric import places, split
 from dovetail.view.page.lead import bar
+from dovetail.view.page.pictures import Drawn
 
 from ..command import run, shell
 from . import samples
@@ -109,6 +123,37 @@ def test_the_three_numbers_agree_with_the_timeline() -> None:
     assert found.exposed == pytest.approx(tracks.exposed(predicted)) == pytest.approx(0.020)
     assert found.hidden == pytest.approx(0.022)
     assert found.compute == pytest.approx(0.030 + 0.060 + 0.005)
+
+
+def test_what_was_measured_twice_is_compared_and_a_prediction_stands_beside_its_namesake() -> None:
+    predicted, slow = example.timelines()
+    quick = Timeline(name="ours", source="measured", spans=predicted.spans)
+    slow, guess = (msgspec.structs.replace(t, name=n) for t, n in ((slow, "theirs"), (predicted, "ours")))
+    made = document(sort([example.profile(), example.network(), slow, quick, guess]))
+    assert [b.label for b in made.lead.bars] == ["theirs", "ours"], "what ran needs no prediction of itself"
+    assert made.lead.more[0] == (
+        "ours is measured at 119 ms, theirs at 128 ms: 1.08 times as fast, because less of the communication is left "
+        "in the open."
+    )
+    assert made.compared is not None and made.compared.sentence == "The prediction and the measurement agree."
+    back = document(sort([quick, slow])).lead.more[0]
+    assert back == "theirs is measured at 128 ms, ours at 119 ms: slower, so keep ours."
+
+
+def test_sources_stand_side_by_side_and_explain_no_more_than_they_are_about() -> None:
+    class Live:
+        live = True
+
+        def contents(self) -> Contents:
+            return sort([samples.fabric()], files=["a"], only=["fabrics"])
+
+    live, given = Live(), Given(sort([samples.schedule()], files=["b"]))
+    both = Several([live, given])
+    assert both.live and not Several([given]).live
+    assert document(both.contents()).files == ("a", "b")
+    assert len(both.contents().fabrics) == len(both.contents().schedules) == 1
+    assert set(document(both.contents()).empty) == set(build.EMPTY)
+    assert set(document(Several([live]).contents()).empty) == {"fabrics"}
 
 
 def test_the_first_sentence_says_where_the_time_goes_and_what_would_change() -> None:

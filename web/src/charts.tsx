@@ -7,7 +7,7 @@ export interface Mark { x: number; y: number; title: string; strong?: boolean }
 export interface Line { name: string; color: string; marks: Mark[]; dashed?: boolean; bare?: boolean; shape?: number }
 export interface Axis { label: string; log?: boolean; text: (value: number) => string; zero?: boolean; ticks?: number[] }
 
-const LEFT = 58, TOP = 30, BOTTOM = 42;
+const LEFT = 66, TOP = 30, BOTTOM = 42;
 const SHAPES = ["M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "M-3.6-3.6h7.2v7.2h-7.2z", "M0-5l5 5l-5 5l-5-5z", "M0-5l4.6 8h-9.2z",
   "M0 5l4.6-8h-9.2z", "M-5-1.5h3.5V-5h3v3.5H5v3H1.5V5h-3V1.5H-5z"];
 const STAR = "M0-9l2.4 5.6 6 .5-4.6 4 1.4 5.9L0 2.9-5.2 6l1.4-5.9-4.6-4 6-.5z";

@@ -6,7 +6,7 @@ export interface Look { label: string; color: string; height: number }
 export interface Row { label: string; group: string; first: number; stop: number }
 export interface Columns { count: number; start: string; duration: string; look: string; name: string; bytes: string }
 export interface Drawn {
-  name: string; title: string; source: Source; emulated: boolean; duration: number;
+  name: string; title: string; source: Source; emulated: boolean; duration: number; origin: number;
   looks: Look[]; names: string[]; rows: Row[]; columns: Columns;
 }
 export interface Bar {
@@ -20,6 +20,7 @@ export interface Layers {
 }
 export interface Policy {
   name: string; buckets: number; iteration: number; exposed: number; bound: number; chosen: boolean;
+  how: string;
 }
 export interface Bucket { bytes: number; tensors: number; first: string; last: string }
 export interface Planned {
@@ -46,9 +47,19 @@ export interface Burst {
 }
 export interface JobRow {
   name: string; color: string; first: number | null; last: number | null; devices: number; tasks: number;
-  device_time: number; state: string; why: string;
+  device_time: number;
 }
-export interface Shared { title: string; sentence: string; drawn: Drawn; jobs: JobRow[] }
+export interface LiveJob {
+  number: number; name: string; color: string; state: string; done: number; total: number; speed: number;
+  promise: string; devices: string; submitted: number; why: string[];
+}
+export interface LiveDevice {
+  name: string; state: string; jobs: string; busy: number; bytes: number; bytes_total: number;
+}
+export interface Shared {
+  title: string; sentence: string; more: string[]; drawn: Drawn; jobs: JobRow[]; live: LiveJob[]; devices: LiveDevice[];
+  missing: string;
+}
 export interface Outcome {
   policy: string; load: number | null; makespan: number; mean: number; queueing: number; busy: number;
 }

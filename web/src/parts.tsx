@@ -27,9 +27,9 @@ export function Sentences({ lines }: { lines: string[] }) {
 export interface Column<T> { name: string; text: (row: T, index: number) => ComponentChildren; right?: boolean }
 
 export function Table<T>(props: {
-  caption: string; columns: Column<T>[]; rows: T[]; marked?: (row: T) => boolean; most?: number;
+  caption: string; columns: Column<T>[]; rows: T[]; marked?: (row: T) => boolean; most?: number; id?: (row: T) => string;
 }) {
-  const { caption, columns, rows, marked, most = 500 } = props;
+  const { caption, columns, rows, marked, most = 500, id } = props;
   return (
     <div class="table" tabIndex={0} role="region" aria-label={caption}>
       <table>
@@ -39,7 +39,7 @@ export function Table<T>(props: {
         </thead>
         <tbody>
           {rows.slice(0, most).map((row, index) => (
-            <tr class={marked?.(row) ? "marked" : ""}>
+            <tr class={marked?.(row) ? "marked" : ""} id={id?.(row)} key={id?.(row)}>
               {columns.map((c, i) => i
                 ? <td class={c.right ? "right" : ""}>{c.text(row, index)}</td>
                 : <th scope="row" class={c.right ? "right" : ""}>{c.text(row, index)}</th>)}

@@ -17,12 +17,13 @@ function stored(): Choice {
   }
 }
 
-let choice = stored();
+let choice = stored(), known: Theme | null = null;
 apply();
 system.addEventListener("change", apply);
 
 function apply(): void {
   document.documentElement.dataset.theme = choice === "auto" ? (system.matches ? "dark" : "light") : choice;
+  known = null;
   for (const listener of listeners) listener();
 }
 
@@ -48,7 +49,12 @@ export function useColours(changed: () => void): void {
   }, [changed]);
 }
 
+/** As they are now; looked up once for each theme, since pictures ask in every frame. */
 export function colours(): Theme {
+  return (known ??= looked());
+}
+
+function looked(): Theme {
   const style = getComputedStyle(document.documentElement);
   const get = (name: string) => style.getPropertyValue(`--${name}`).trim();
   return {

@@ -16,31 +16,51 @@ if TYPE_CHECKING:
     from dovetail.core.network import Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
-    from dovetail.view.page import Contents
+    from dovetail.view.page import Contents, Source
 
 
-def show(files: Sequence[Path], *, html: Path | None, serve: bool, port: int, browser: bool) -> None:
+def show(
+    files: Sequence[Path],
+    *,
+    cluster: Path | None,
+    fabric: str | None,
+    html: Path | None,
+    serve: bool,
+    port: int,
+    browser: bool,
+) -> None:
     from dovetail.view import page
     from dovetail.view.page.html import bundle
 
     bundle()  # a page that is not built is told before minutes of reading
-    contents = read(files)
+    given = [page.Given(read(files))] if files else []
     if html:
-        page.export(contents, html)
+        page.export(page.Several([*given, *_running(cluster, fabric, live=False)]).contents(), html)
         shell.wrote(html)
     if not serve:
         return
+    source = page.Several([*given, *_running(cluster, fabric, live=True)])
     # From the moment somebody can read the address, an interrupt is the ordinary end.
-    with contextlib.suppress(KeyboardInterrupt), page.serving(page.Given(contents), port=port) as server:
+    with contextlib.suppress(KeyboardInterrupt), page.serving(source, port=port) as server:
         typer.echo(server.url)
         shell.say("serving the page to this machine only; Ctrl-C ends")
         if browser:
-            import webbrowser
-
-            if not webbrowser.open(server.url):
-                shell.say("no browser found: open the address above")
+            shell.browse(server.url)
         while True:
             time.sleep(3600)
+
+
+def _running(cluster: Path | None, fabric: str | None, *, live: bool) -> Iterator[Source]:
+    """What runs now and can be asked."""
+    if cluster:
+        from dovetail.cluster.client import Client
+        from dovetail.cluster.looking import Cluster
+
+        yield Cluster(Client(cluster), live)
+    if fabric:
+        from dovetail.fabric.looking import Running
+
+        yield Running(fabric, live)
 
 
 def read(files: Sequence[Path]) -> Contents:

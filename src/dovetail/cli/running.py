@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import shell
+from . import inputs, shell
 
 
 def train(
@@ -66,10 +66,21 @@ def demo(
     fabric: Annotated[
         bool, typer.Option("--fabric", help="Instead: train over an emulated fabric while its links fail and heal.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="out.html", callback=inputs.html_path, help="The run's page; default: out/demo.html."),
+    ] = None,
     json: shell.Json = False,
 ) -> None:
-    """The main job, start to end: profile, plan, and train a real model against DDP on a shaped network."""
+    """The main job, start to end: profile, plan, and train a real model against DDP on a shaped network.
+
+    Ends with three lines of figures, and a page of this very run to look into.
+    """
     console = shell.console(stderr=json)
+    if fabric and html:
+        raise typer.BadParameter("--html goes without --fabric")
+    if html:
+        shell.writable(html)
     if fabric:
         from dovetail.fabric import demo as over_fabric
 
@@ -79,6 +90,6 @@ def demo(
     else:
         from dovetail import demo as main
 
-        result = main.main(quick=quick, rate=rate, console=console)
+        result = main.main(quick=quick, rate=rate, html=html, console=console)
     if json:
         shell.emit(result)

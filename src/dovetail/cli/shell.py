@@ -65,6 +65,14 @@ def wrote(path: Path) -> None:
     say(f"wrote {path}")
 
 
+def browse(url: str) -> None:
+    """Opens an address that the user has been told."""
+    import webbrowser
+
+    if not webbrowser.open(url):
+        say("no browser found: open the address above")
+
+
 @contextlib.contextmanager
 def working(what: str, *, brief: bool = False) -> Iterator[Tell]:
     """Shows on stderr that work goes on: a bar and a clock on a terminal; elsewhere one line per thing begun.

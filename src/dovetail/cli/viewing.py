@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def view(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Profiles, networks, plans, timelines, schedules.")
-    ],
+        list[Path] | None, typer.Argument(metavar="FILE...", help="Profiles, networks, plans, timelines, schedules.")
+    ] = None,
     perfetto: Annotated[
         Path | None,
         typer.Option(metavar="out.json", dir_okay=False, help="Also write the timelines for ui.perfetto.dev."),
@@ -35,27 +35,40 @@ def view(
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page on this machine until interrupted.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="--serve: the port; default: a free one.")] = 0,
     open_: Annotated[bool, typer.Option("--open", help="Serve the page and open it in a browser.")] = False,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="HOME", help="The page also shows the cluster that runs in this folder.")
+    ] = None,
+    fabric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The page also shows this running fabric (needs root).")
+    ] = None,
     json: shell.Json = False,
 ) -> None:
     """Look at files: tables for profiles, networks and plans, timelines drawn together on one axis.
 
     A predicted and a measured timeline are compared. --html, --serve and --open show the page instead: where the time
     goes, with pictures to zoom into. The page also takes what `dovetail scale`, `schedule`, `fabric status`,
-    `fabric trace` and `plan --burst` print with --json.
+    `fabric trace` and `plan --burst` print with --json, and what runs now: --cluster, --fabric.
     """
+    if not (files or cluster or fabric):
+        raise typer.BadParameter("expected at least one FILE, or --cluster or --fabric")
     if html or serve or open_:
         if perfetto or png or json:
             raise typer.BadParameter("--html, --serve and --open go without --perfetto, --png and --json")
         from . import paging
 
-        paging.show(files, html=html, serve=serve or open_, port=port, browser=open_)
+        paging.show(
+            files or [], cluster=cluster, fabric=fabric, html=html, serve=serve or open_, port=port, browser=open_
+        )
         return
+    if cluster or fabric:
+        raise typer.BadParameter("--cluster and --fabric are shown on the page: add --html, --serve or --open")
     from dovetail.core import timeline as core
     from dovetail.core.errors import Error
     from dovetail.core.job import Schedule
     from dovetail.core.plan import Plan
     from dovetail.core.timeline import Timeline
 
+    files = files or []
     nouns = [inputs.read_any(path) for path in files]
     shown = [n.timeline() if isinstance(n, Schedule) else n for n in nouns]
     timelines = [n for n in shown if isinstance(n, Timeline)]

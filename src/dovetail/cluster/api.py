@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from dovetail.core.errors import Error
 
-from . import deciding, fleet, folders, report
+from . import deciding, fleet, folders, paging, report
 from .coordinator import Coordinator
 from .store import STATES
 from .submission import MOST_BODY, Submission, decode, explain
@@ -141,6 +141,7 @@ def make_app(c: Coordinator, *, token: str = "") -> FastAPI:
         await c.down(wanted.grace)
         return answer({"down": True})
 
+    paging.add_page(app, c)
     return app
 
 
@@ -183,9 +184,13 @@ def _guard(app: FastAPI, token: str) -> None:
     @app.middleware("http")
     async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         if token:
-            given = request.headers.get("authorization", "").encode("latin-1", "replace")
-            if not hmac.compare_digest(given, wanted):
-                return fault("expected the cluster's token: Authorization: Bearer TOKEN", 401)
+            given = request.headers.get("authorization", "")
+            browser = request.method == "GET" and request.url.path in paging.PATHS
+            known = hmac.compare_digest(given.encode("latin-1", "replace"), wanted)
+            if not known and not (browser and paging.password(given, token)):
+                refused = fault("expected the cluster's token: Authorization: Bearer TOKEN", 401)
+                refused.headers.update(paging.ASK if browser else {})
+                return refused
         elif _host(request.headers.get("host", "")) not in LOOPBACK_NAMES:
             return fault("Host: expected this machine's loopback", 403)
         origin = request.headers.get("origin")

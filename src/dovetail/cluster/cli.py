@@ -83,7 +83,8 @@ def up(
     count, kind = len(status["devices"]), "emulated devices" if status["emulated"] else "devices"
     facts = {**asdict(address), "url": address.url, "ran_already": ran, "devices": count, "policy": status["policy"]}
     said = "runs already" if ran else f"up in {took:.1f} s"
-    _emit(facts, json, f"{said}: {count} {kind}, policy {status['policy']}, {address.url}")
+    line = f"{said}: {count} {kind}, policy {status['policy']}, {address.url}"
+    _emit(facts, json, line, f"to watch it in a browser: {address.url}/")
 
 
 @app.command()
@@ -215,6 +216,34 @@ def status(
             shown.update(Group(*draw(found)), refresh=True)
             time.sleep(0.5)
             found = _patiently(client.status)
+
+
+@app.command()
+def page(
+    job: Annotated[int | None, typer.Argument(metavar="[JOB]", min=1, help="A job to point at, by its number.")] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    home: HomeOption = None,
+    url: Url = "",
+    token_file: Token = None,
+    json: Json = False,
+) -> None:
+    """The address of the cluster's page: who runs where now, how far jobs are, why others wait."""
+    from dovetail.cli import shell
+
+    from .client import Client, Refused
+
+    client = _client(home, url, token_file)
+    if job is not None:
+        client.job(job)
+    client.raw("/")  # what keeps it from being shown is told here, and not to a browser
+    where = f"{client.url}/" + (f"#job-{job}" if job else "")
+    _emit({"url": where}, json, where)
+    try:
+        Client(client.url).status(jobs=False)
+    except Refused:
+        shell.say("the browser asks for a name and a password: any name, and the cluster's token")
+    if open_:
+        shell.browse(where)
 
 
 @app.command()

@@ -73,7 +73,31 @@ class Client:
     def down(self, *, grace: float = 10.0) -> dict[str, Any]:
         return self._ask("POST", "/down", {"grace": grace})
 
+    @property
+    def url(self) -> str:
+        """Where it listens; an Error if no cluster runs."""
+        return self._where()[0]
+
+    def raw(self, path: str) -> bytes:
+        """What is there for browsers: "/" is the page, "/data.json" what it shows."""
+        text, status = self._fetch("GET", path)
+        if status >= 400:
+            raise Refused(" ".join(text.decode("utf-8", "replace").removeprefix("dovetail: ").split())[:300], status)
+        return text
+
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        text, status = self._fetch(method, path, body)
+        try:
+            found = json.loads(text)
+        except ValueError:
+            raise Unreachable(f"{self.url}: something other than a cluster answers") from None
+        if status >= 400:
+            detail = found.get("detail") if isinstance(found, dict) else None
+            raise Refused(str(detail or f"the cluster answered {status}"), status)
+        assert isinstance(found, dict), "every answer is an object"
+        return found
+
+    def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[bytes, int]:
         url, token = self._where()
         parts = urlsplit(url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -87,20 +111,11 @@ class Client:
             data = json.dumps(body).encode() if body is not None else None
             connection.request(method, path, body=data, headers=headers)
             answer = connection.getresponse()
-            text, status = answer.read(), answer.status
+            return answer.read(), answer.status
         except (OSError, http.client.HTTPException) as e:
             raise Unreachable(f"{url}: no cluster answers ({e})") from None
         finally:
             connection.close()
-        try:
-            found = json.loads(text)
-        except ValueError:
-            raise Unreachable(f"{url}: something other than a cluster answers") from None
-        if status >= 400:
-            detail = found.get("detail") if isinstance(found, dict) else None
-            raise Refused(str(detail or f"the cluster answered {status}"), status)
-        assert isinstance(found, dict), "every answer is an object"
-        return found
 
     def _where(self) -> tuple[str, str]:
         if self.home is None:

@@ -99,8 +99,8 @@ def devices(c: Coordinator) -> list[dict[str, Any]]:
     return found
 
 
-def status(c: Coordinator, *, jobs: bool = True) -> dict[str, Any]:
-    """Devices, and every job that has not ended with the latest that have."""
+def status(c: Coordinator, *, jobs: bool = True, most: int | None = None) -> dict[str, Any]:
+    """Devices, and every job (the first `most`) that has not ended with the latest that have."""
     data: dict[str, Any] = {
         "policy": c.policy.name,
         "engine": c.engine.name,
@@ -116,6 +116,6 @@ def status(c: Coordinator, *, jobs: bool = True) -> dict[str, Any]:
         listed = {j.id for j in running} | {j.id for j in waiting}
         rest = [j for j in c.jobs.values() if j.id not in listed]
         ended = c.store.jobs(("finished", "failed", "cancelled"), limit=RECENT)
-        data["jobs"] = [live(c, j) for j in (*running, *waiting, *rest)]
+        data["jobs"] = [live(c, j) for j in (*running, *waiting, *rest)[:most]]
         data["ended"] = [row(r) for r in ended]
     return data

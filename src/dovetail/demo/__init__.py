@@ -2,26 +2,27 @@
 
 It profiles a real ResNet-50 here, emulates four devices that take proportionate times, and lets torch's DDP and
 dovetail train on them side by side over links of limited rate. Then it trains a small language model on real text, with
-real gradients and no emulation, once with each, and compares the losses.
+real gradients and no emulation, once with each, and compares the losses. It ends with three lines of figures and a page
+of this very run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dovetail import planning
 from dovetail.core.profile import Profile
 from dovetail.simulate.contest import DOVETAIL, Outcome, Setting, run
-from dovetail.simulate.iteration import simulate
 from dovetail.simulate.shaped import available, bits_per_second
 from dovetail.view.timeline import TimelineView
+
+from . import ending
 
 RANKS = 4
 LOOPBACK_RATE = "2gbit"  # what four gloo ranks on loopback come close to on a small machine
@@ -36,8 +37,10 @@ class Lesson:
     explained: str
 
 
-def main(*, quick: bool = False, rate: str = "2gbit", console: Console | None = None) -> dict[str, Any]:
-    """Runs the demonstration, tells it as it goes, and returns it as plain data."""
+def main(
+    *, quick: bool = False, rate: str = "2gbit", html: Path | None = None, console: Console | None = None
+) -> dict[str, Any]:
+    """Runs the demonstration, tells it as it goes, and returns it as plain data. `html`: where its page goes."""
     say = _teller(console or Console())
     bits_per_second(rate)
     reason = available()
@@ -62,13 +65,16 @@ def main(*, quick: bool = False, rate: str = "2gbit", console: Console | None = 
         tuning={"measure": 6, "steps": 2} if quick else {},
         on_line=_indented(say),
     )
-    _show_contest(say, profile, outcome)
+    story = ending.story(profile, outcome, network="loopback" if reason else f"a {rate} network")
+    say("\n   One iteration of the first rank; exposed is what nothing hides:\n")
+    say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], story.predicted]))
 
     say("\n[bold]3  The same losses[/]  a small language model, 2 ranks, nothing emulated …")
     lesson = _lesson(steps=50 if quick else 120)
     _show_lesson(say, lesson)
-    _summary(say, outcome, lesson, where)
-    return _as_json(outcome, lesson, setting)
+    found = ending.lines(story)
+    page = _end(say, story, found, where, html)
+    return _as_json(outcome, lesson, setting) | {"lines": ending.as_json(found), "page": str(page) if page else None}
 
 
 def _profile(rate: str) -> Profile:
@@ -86,15 +92,6 @@ def _profile(rate: str) -> Profile:
     # A ring all-reduce sends 2(n−1)/n of the gradients over every link.
     backward = 2 * (RANKS - 1) / RANKS * measured.parameter_bytes * 8 / bits_per_second(rate)
     return measured.scaled(forward=backward / 3, backward=backward)
-
-
-def _show_contest(say: Callable[..., None], profile: Profile, outcome: Outcome) -> None:
-    """Where the time went: both recorded iterations and dovetail's prediction, on one axis."""
-    kept = outcome.kept or planning.plan(profile, outcome.network, policy="ddp")
-    predicted = simulate(planning.predict(kept, profile, outcome.network), profile, outcome.network)
-    predicted = msgspec.structs.replace(predicted, name="dovetail")
-    say("\n   One iteration of the first rank; exposed is what nothing hides:\n")
-    say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], predicted]))
 
 
 def _lesson(steps: int) -> Lesson:
@@ -117,22 +114,19 @@ def _show_lesson(say: Callable[..., None], lesson: Lesson) -> None:
     say(f"   After training, both have {same}.")
 
 
-def _summary(say: Callable[..., None], outcome: Outcome, lesson: Lesson, where: str) -> None:
-    ddp, ours = (np.quantile(outcome.entry(p).seconds, [0.5, 0.1, 0.9]) for p in ("ddp", DOVETAIL))
-    table = Table(title=f"\nResNet-50 on {where}", title_justify="left")
-    for column in ("", "buckets", "seconds an iteration (10–90 %)", "iterations an hour"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, q, policy in (("torch's DDP", ddp, "ddp"), ("dovetail", ours, DOVETAIL)):
-        table.add_row(
-            name, str(outcome.entry(policy).buckets), f"{q[0]:.3f} ({q[1]:.3f}–{q[2]:.3f})", f"{3600 / q[0]:.0f}"
-        )
-    gain = 1 - ours[0] / ddp[0]
-    verdict = f"{gain:+.1%} time saved" if outcome.kept else "a tie: torch's own buckets were best, so they stayed"
-    table.add_row("difference", "", verdict, f"{ddp[0] / ours[0] - 1:+.1%}")
-    say(table)
-    error = outcome.entry(DOVETAIL).predicted / ours[0] - 1
-    say(f"dovetail predicted {outcome.entry(DOVETAIL).predicted:.3f} s for its plan, {error:+.0%} off.")
+def _end(
+    say: Callable[..., None], story: ending.Story, found: list[ending.Line], where: str, html: Path | None
+) -> Path | None:
+    say(ending.table(found, f"\nResNet-50 on {where}"))
+    for line in ending.footnotes(story, found):
+        say(line, markup=False)
     say("In your own script:  [bold]from dovetail import DistributedDataParallel as DDP[/]")
+    page, why = ending.export(story, html)
+    if page:
+        say(f"Look into this run:  [bold]{page.absolute().as_uri()}[/]", soft_wrap=True)
+    else:
+        say(f"There is no page of this run to look into: {why}", markup=False, soft_wrap=True)
+    return page
 
 
 def _as_json(outcome: Outcome, lesson: Lesson, setting: Setting) -> dict[str, Any]:

@@ -82,27 +82,20 @@ def up(
 @app.command()
 def status(name: Name = None, json: Json = False) -> None:
     """Links that are not up, and what the switches counted."""
-    from . import emulate
+    from . import emulate, looking
 
     fabric = emulate.find(name)
     try:
-        topology, hook = fabric.topology, fabric.plane.hook
-        links = {topology.link_name(i): fabric.link_state(i) for i in range(len(topology.links))}
-        totals = fabric.plane.totals(topology)
-        believed = {
-            topology.switches[s]: sorted(topology.link_name(i) for i in fabric.plane.believed(s))
-            for s in range(len(topology.switches))
-            if fabric.plane.believed(s)
-        }
+        topology, facts = fabric.topology, looking.state(fabric)
+        links = facts["links"]
         broken = {k: v for k, v in links.items() if v != "up"}
         lines = [
             f"{fabric.name}: {topology.name}, {len(topology.switches)} switches, {len(links)} links, "
-            f"{len(topology.hosts)} hosts (emulated, at {hook}), tables {fabric.plane.config()['generation']}",
+            f"{len(topology.hosts)} hosts (emulated, at {facts['hook']}), tables {fabric.plane.config()['generation']}",
             f"links: {len(links) - len(broken)} up" + "".join(f"; {k} {v}" for k, v in broken.items()),
         ]
-        lines += [f"{k:>20} {v:,}" for k, v in totals.items() if v]
-        lines += [f"{s} heard that {', '.join(b)} failed" for s, b in list(believed.items())[:8]]
-        facts = {"name": fabric.name, "hook": hook, "links": links, "counters": totals, "believed": believed}
+        lines += [f"{k:>20} {v:,}" for k, v in facts["counters"].items() if v]
+        lines += [f"{s} heard that {', '.join(b)} failed" for s, b in list(facts["believed"].items())[:8]]
         _emit(facts, json, *lines)
     finally:
         fabric.close()

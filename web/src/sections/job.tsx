@@ -55,7 +55,8 @@ export function Plan({ plan }: { plan: Planned }) {
       {plan.drawn.length
         ? <Timeline drawn={plan.drawn} what="Buckets against forward and backward, predicted" />
         : <p class="empty"><Words text={plan.missing} /></p>}
-      <Table caption="Ways of merging gradients, predicted" rows={plan.policies} marked={(p) => p.chosen} columns={[
+      <AsTable what="This plan beside other ways of cutting">
+        {() => <Table caption="Ways of cutting the stream of gradients, predicted" rows={plan.policies} marked={(p) => p.chosen} columns={[
         { name: "policy", text: (p) => (p.chosen ? `→ ${p.name}` : p.name) },
         { name: "buckets", text: (p) => integer(p.buckets), right: true },
         { name: "iteration", text: (p) => seconds(p.iteration), right: true },
@@ -63,7 +64,9 @@ export function Plan({ plan }: { plan: Planned }) {
         { name: "above bound", text: (p) => (p.bound ? percent(p.iteration / p.bound - 1, true) : ""), right: true },
         ...(default_ ? [{ name: "against ddp", right: true,
           text: (p: Planned["policies"][number]) => percent(p.iteration / default_.iteration - 1, true) }] : []),
-      ]} />
+        { name: "how it cuts", text: (p) => <div class="wrapped">{p.how}</div> },
+        ]} />}
+      </AsTable>
       <AsTable what="The plan's buckets">
         {() => <Table caption="Buckets in the order in which they are sent" rows={plan.buckets} columns={[
           { name: "bucket", text: (_, i) => i, right: true },

@@ -28,6 +28,9 @@ export function Lead({ lead }: { lead: LeadData }) {
             own part of the data; then all need the sum of their gradients, which the network adds up. Backward finishes
             gradients one after the other, so most can travel while it goes on: that part is hidden. What is still
             on its way when backward ends, everybody waits for: that part is exposed.</p>
+          <p class="intro reading next">What dovetail changes: the same gradients are cut into other messages, chosen for this
+            model on this network, so that more of them are hidden. With overlap="forward" they travel behind the next
+            forward pass too. What is learned stays the same.</p>
         </>
       )}
     </section>

@@ -2,10 +2,10 @@
 
 import { useState } from "preact/hooks";
 import { Plot, Strip } from "../charts";
-import type { Burst as BurstData, Fabric as FabricData, Shared, Study as StudyData, Trade } from "../document";
+import type { Burst as BurstData, Fabric as FabricData, LiveJob, Shared, Study as StudyData, Trade } from "../document";
 import { AsTable, Legend, Sentences, Table, Words, useWidth } from "../parts";
 import { Timeline } from "../timeline/view";
-import { integer, percent, seconds } from "../units";
+import { integer, percent, seconds, size } from "../units";
 
 const FAMILIES = [["burst", "#0072b2"], ["data-parallel", "#d55e00"], ["other", "#009e73"]] as const;
 
@@ -50,26 +50,79 @@ export function Burst({ burst }: { burst: BurstData }) {
   );
 }
 
-export function Schedule({ shared }: { shared: Shared }) {
-  const states = shared.jobs.some((j) => j.state || j.why);
+export function Schedule({ shared, told }: { shared: Shared; told: boolean }) {
   return (
     <article>
       <h3>{shared.title}</h3>
-      <p>{shared.sentence}</p>
-      <Timeline drawn={[shared.drawn]} what="Who ran where" />
-      <Table caption="Jobs by device-time" rows={shared.jobs} most={50} columns={[
-        { name: "job", text: (j) => <><span class="dot" style={{ background: j.color === "#000000" ? "var(--ink)" : j.color }} />{j.name}</> },
-        ...(states ? [{ name: "state", text: (j: Shared["jobs"][number]) => j.state },
-          { name: "why", text: (j: Shared["jobs"][number]) => j.why }] : []),
+      {!told && <><p><Words text={shared.sentence} /></p><Sentences lines={shared.more} /></>}
+      {shared.missing ? <p class="empty"><Words text={shared.missing} /></p>
+        : <Timeline drawn={[shared.drawn]} what="Who ran where" />}
+      {shared.devices.length > 0 && <AsTable what="Devices">{() => <Devices shared={shared} />}</AsTable>}
+      {shared.live.length > 0 && <Jobs jobs={shared.live} />}
+      {shared.jobs.length > 0 && <Table caption="Jobs by device-time" rows={shared.jobs} most={50} columns={[
+        { name: "job", text: (j) => <Named {...j} /> },
         { name: "first device at", text: (j) => (j.first === null ? "not yet" : seconds(j.first)), right: true },
         { name: "last ran at", text: (j) => (j.last === null ? "" : seconds(j.last)), right: true },
         { name: "devices", text: (j) => integer(j.devices), right: true },
         { name: "tasks", text: (j) => (j.tasks ? integer(j.tasks) : ""), right: true },
         { name: "device-time", text: (j) => seconds(j.device_time), right: true },
-      ]} />
+      ]} />}
     </article>
   );
 }
+
+const Named = ({ name, color }: { name: string; color: string }) => (
+  <><span class="dot" style={{ background: color === "#000000" ? "var(--ink)" : color }} />{name}</>
+);
+
+/** Jobs as they are now; whatever is not known yet is said to be so. */
+function Jobs({ jobs }: { jobs: LiveJob[] }) {
+  return (
+    <Table caption="Jobs: who runs first, then the queue in its order, then who has ended" rows={jobs} most={120}
+      id={(j) => `job-${j.number}`} columns={[
+        { name: "job", text: (j) => <Named {...j} /> },
+        { name: "state", text: (j) => <span class={`state ${j.state}`}>{j.state}</span> },
+        { name: "iterations", text: (j) => <Progress job={j} /> },
+        { name: "an iteration takes", text: (j) => (j.speed ? seconds(j.speed) : ""), right: true },
+        { name: "devices", text: (j) => j.devices },
+        { name: "why it waits, or what sharing costs it", text: (j) => <Why job={j} /> },
+      ]} />
+  );
+}
+
+function Why({ job }: { job: LiveJob }) {
+  const [first, ...rest] = [...(job.promise ? [job.promise] : []), ...job.why];
+  const more = [...rest, `submitted ${new Date(job.submitted * 1000).toLocaleString()}`];
+  return (
+    <div class="wrapped">
+      {first && <div><Words text={first} /></div>}
+      <details>
+        <summary>{rest.length ? "more" : "when"}</summary>
+        {more.map((line) => <div><Words text={line} /></div>)}
+      </details>
+    </div>
+  );
+}
+
+function Progress({ job }: { job: LiveJob }) {
+  if (!job.total) return <>{job.done ? integer(job.done) : ""}</>;
+  return (
+    <>
+      <progress value={job.done} max={job.total} aria-label={`iterations of ${job.name}`} />
+      {` ${integer(job.done)} of ${integer(job.total)}`}
+    </>
+  );
+}
+
+const Devices = ({ shared }: { shared: Shared }) => (
+  <Table caption="Devices now" rows={shared.devices} columns={[
+    { name: "device", text: (d) => d.name },
+    { name: "now", text: (d) => d.state },
+    { name: "jobs that take turns on it", text: (d) => d.jobs },
+    { name: "busy lately", text: (d) => percent(d.busy), right: true },
+    { name: "memory", text: (d) => `${size(d.bytes)} of ${size(d.bytes_total)}`, right: true },
+  ]} />
+);
 
 export function Study({ study, colors }: { study: StudyData; colors: string[] }) {
   const policies = [...new Set(study.outcomes.map((o) => o.policy))];

@@ -3,10 +3,14 @@
 import { seconds, size, tick } from "../units";
 import { type Theme, type View, HEAD, ROW, row, ticks } from "./draw";
 import { type Layout, trackAt } from "./layout";
+import type { Spans } from "./model";
 
 export interface Selection { track: number; span: number }
 
 const AXIS = 22;
+const MANY = 20_000; // spans from which on a first zoom would be felt
+const QUICK = 4, PATIENCE = 80; // milliseconds: of a picture that is quick enough, and for all of a rehearsal
+let rehearsed = false;
 
 export class Controller {
   view: View;
@@ -30,6 +34,25 @@ export class Controller {
     return this.view.to - this.view.from < 0.999 * this.whole().to;
   }
 
+  /** Newer data of a live source: who had zoomed in or chosen a span stays there, though time 0 has moved. */
+  adopt(before: Controller): void {
+    const moved = (a: Spans, b: Spans) => a.drawn.origin - b.drawn.origin;
+    if (before.zoomed && before.layout.blocks.length && this.layout.blocks.length) {
+      const by = moved(before.layout.blocks[0].spans, this.layout.blocks[0].spans);
+      this.set({ from: before.view.from + by, to: before.view.to + by });
+    }
+    if (!before.selected) return;
+    const old = before.layout.tracks[before.selected.track];
+    const track = this.layout.tracks.findIndex((t) => t.block === old.block && t.label === old.label);
+    if (track < 0) return;
+    const { spans, first, stop } = this.layout.tracks[track];
+    const { span } = before.selected;
+    const middle = (old.spans.start[span] + old.spans.stop[span]) / 2 + moved(old.spans, spans);
+    const found = spans.at(first, stop, middle);
+    if (found >= 0) this.selected = { track, span: found };
+    this.changed();
+  }
+
   resize(): void {
     const ratio = window.devicePixelRatio || 1;
     const width = Math.max(50, this.canvas.clientWidth);
@@ -40,6 +63,24 @@ export class Controller {
     }
     this.width = width;
     this.draw();
+    if (!rehearsed && this.layout.blocks.some((b) => b.spans.drawn.columns.count >= MANY)) {
+      rehearsed = true;
+      window.setTimeout(() => this.rehearse());
+    }
+  }
+
+  /** Browsers compile what runs often: a few closer views that nobody sees make the first zoom as quick as later ones. */
+  private rehearse(): void {
+    const unseen = document.createElement("canvas").getContext("2d")!;
+    const tracks = this.layout.tracks.filter((t) => t.top < this.canvas.clientHeight), theme = this.theme();
+    const began = performance.now();
+    for (let wide = this.whole().to, took = Infinity; took > QUICK || wide > this.whole().to / 50; wide *= 0.7) {
+      const start = performance.now();
+      if (start - began > PATIENCE) return;
+      const view = { from: 0, to: wide };
+      for (const t of tracks) row(unseen, t.spans, t.first, t.stop, view, this.width, 0, theme);
+      took = performance.now() - start;
+    }
   }
 
   /** Asks for a frame. */

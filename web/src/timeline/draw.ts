@@ -58,7 +58,7 @@ export function row(
     const pixel = Math.max(Math.floor(a), last + 1);
     const from = view.from + pixel * perPixel;
     const to = from + perPixel;
-    const i0 = spans.endingAfter(first, stop, from);
+    const i0 = spans.endingAfter(Math.max(first, i - 1), stop, from); // only the one before i can reach into this pixel
     const j = spans.startingFrom(Math.min(i0, stop), stop, to);
     let best = look[i], most = 0, all = 0;
     for (let k = 0; k < looks.length; k++) {

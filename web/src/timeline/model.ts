@@ -72,17 +72,15 @@ export class Spans {
 
 /** The first index whose value is above t (at t or above, with `equal`): doubling steps, then halving. */
 function search(values: Float64Array, first: number, stop: number, t: number, equal: boolean): number {
-  let low = first;
-  let step = 1;
-  const past = (i: number) => (equal ? values[i] >= t : values[i] > t);
-  while (low + step < stop && !past(low + step)) {
+  let low = first, step = 1;
+  while (low + step < stop && (equal ? values[low + step] < t : values[low + step] <= t)) {
     low += step;
     step *= 2;
   }
   let high = Math.min(low + step, stop);
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (past(middle)) high = middle;
+    if (equal ? values[middle] >= t : values[middle] > t) high = middle;
     else low = middle + 1;
   }
   return low;

@@ -26,7 +26,7 @@ export function Timeline({ drawn, what }: { drawn: Drawn[]; what: string }) {
 }
 
 function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
-  const all = useMemo(() => drawn.filter((d) => d.columns.count).map((d) => new Spans(d)), [drawn]);
+  const all = useMemo(() => drawn.filter((d) => d.columns.count).map((d) => new Spans(d)), drawn);
   const plan = useMemo(() => layout(all), [all]);
   const canvas = useRef<HTMLCanvasElement>(null), axis = useRef<HTMLCanvasElement>(null);
   const scroller = useRef<HTMLDivElement>(null), labels = useRef<HTMLDivElement>(null);
@@ -40,13 +40,14 @@ function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
     let later = 0;
     const made = new Controller(plan, canvas.current!, axis.current!, scroller.current!, colours, () => {
       const mark = made.hovered ?? made.selected;
-      if (live.current) live.current.textContent = mark ? made.describe(mark) : HINT;
+      const text = mark ? made.describe(mark) : HINT;
+      // Only where it is another one: what is touched has to be laid out again, in every frame of a zoom.
+      if (live.current && live.current.textContent !== text) live.current.textContent = text;
       // Tables follow when the picture has come to rest.
       clearTimeout(later);
       later = window.setTimeout(() => bump((v) => v + 1), 150);
     });
-    // Newer data of a live source: who had zoomed in stays there.
-    if (controller.current?.zoomed) made.set(controller.current.view);
+    if (controller.current) made.adopt(controller.current);
     controller.current = made;
     const watch = new ResizeObserver(() => made.resize());
     watch.observe(canvas.current!);

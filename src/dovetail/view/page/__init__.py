@@ -12,11 +12,11 @@ from pathlib import Path
 from dovetail.core.store import write_text
 
 from .build import document
-from .contents import Contents, Given, Source, sort
+from .contents import Contents, Given, Several, Source, sort
 from .html import page
 from .server import serving
 
-__all__ = ["Contents", "Given", "Source", "document", "export", "page", "serving", "sort"]
+__all__ = ["Contents", "Given", "Several", "Source", "document", "export", "page", "serving", "sort"]
 
 
 def export(contents: Contents, path: str | Path) -> None:

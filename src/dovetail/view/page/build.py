@@ -17,8 +17,10 @@ from dovetail.view import explain, palette
 
 from . import columns, lead, sections
 from .contents import Contents
-from .document import Document, Drawn, Fabric, Lead, Planned, Scaling
+from .document import Bar, Document, Lead, Planned, Scaling
 from .fabric import fabric
+from .pictures import Drawn
+from .places import Fabric
 from .reports import ScaleEntry, ScaleReport
 
 EMPTY = {
@@ -37,6 +39,7 @@ EMPTY = {
     "fabrics": "No fabric. `dovetail fabric status --json > fabric.json` tells the state of one that is up; "
     "`dovetail fabric trace A B --json > path.json` adds a path.",
 }
+THEIRS = "torch's default"
 SCALED = ("optimal", "ddp", "single", "per-tensor")
 WORKERS = tuple(2**i for i in range(1, 10))
 """For the scaling curves that the page makes itself."""
@@ -60,6 +63,13 @@ class Setting:
     def predicted(self, plan: Plan) -> Timeline:
         return simulate(plan, self.profile, self.network)
 
+    def bars(self, label: str) -> tuple[Bar | None, Bar | None]:
+        """torch's default, where the plan is another, and the plan."""
+        if self.default and (self.chosen.policy, self.chosen.overlap) == ("ddp", "backward"):
+            return None, lead.bar(self.predicted(self.chosen), THEIRS)
+        default = lead.bar(self.predicted(self.default), THEIRS) if self.default else None
+        return default, lead.bar(self.predicted(self.chosen), label)
+
 
 def document(contents: Contents, *, live: bool = False) -> Document:
     notes: list[str] = []
@@ -71,7 +81,7 @@ def document(contents: Contents, *, live: bool = False) -> Document:
         for p in contents.plans
         if id(p) not in made_from
     ]
-    both = [next((t for t in contents.timelines if t.source == s), None) for s in ("predicted", "measured")]
+    both = _pair(contents.timelines)
     scaling = [sections.scaling(r) for r in contents.scale_reports] or _scaled(settings, notes)
     schedules = [*contents.clusters, *map(columns.shared, contents.schedules)]
     studies, fabrics = [*map(sections.study, contents.studies)], [*_fabrics(contents)]
@@ -85,7 +95,7 @@ def document(contents: Contents, *, live: bool = False) -> Document:
         live=live,
         lead=_lead(contents, settings, others),
         timelines=tuple(map(columns.drawn, contents.timelines)),
-        compared=sections.kinds(compare(both[0], both[1])) if both[0] and both[1] else None,
+        compared=sections.kinds(compare(*both)) if both else None,
         plans=tuple(planned),
         depths=tuple(map(sections.depths, contents.depths)),
         profiles=tuple(map(sections.layers, contents.profiles)),
@@ -95,7 +105,7 @@ def document(contents: Contents, *, live: bool = False) -> Document:
         schedules=tuple(schedules),
         studies=tuple(studies),
         fabrics=tuple(fabrics),
-        empty=EMPTY,
+        empty={kind: how for kind, how in EMPTY.items() if not contents.only or kind in contents.only},
         notes=tuple(dict.fromkeys(notes)),
         series=palette.SERIES,
         colors={kind: look.color for kind, look in palette.LOOKS.items()},
@@ -163,27 +173,40 @@ def _scaled(settings: Sequence[Setting], notes: list[str]) -> list[Scaling]:
     return [sections.scaling(ScaleReport(profile=job.name, network=net.name, batch=job.batch, points=points))]
 
 
+def _pair(timelines: Sequence[Timeline]) -> tuple[Timeline, Timeline] | None:
+    """A prediction and what happened: of the same name where there are such, or else the first of each."""
+    predicted, measured = ([t for t in timelines if t.source == s] for s in ("predicted", "measured"))
+    pairs = [(p, m) for p in predicted for m in measured]
+    return next((pair for pair in pairs if pair[0].name == pair[1].name), pairs[0] if pairs else None)
+
+
 def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]) -> Lead:
     """What was measured comes first; then torch's default beside the plan; or else what else is known of the time.
 
+    Where two ways of training were measured they speak for themselves, and only what did not run is predicted.
     `others` are sentences about what is not the time of an iteration, for contents that say nothing of that.
     """
-    measured = [t for t in contents.timelines if t.source == "measured"]
-    bars = [b for t in measured if (b := lead.bar(t, t.name))]
+    measured = [b for t in contents.timelines if t.source == "measured" and (b := lead.bar(t, t.name))]
     default = plan = None
     for s in settings[:1]:
-        plan = lead.bar(s.predicted(s.chosen), f"dovetail's plan ({s.chosen.policy})")
-        if s.default is not None and (s.chosen.policy, s.chosen.overlap) != ("ddp", "backward"):
-            default = lead.bar(s.predicted(s.default), "torch's default")
-        bars += [b for b in (default, plan) if b]
+        default, plan = s.bars(f"dovetail's plan ({s.chosen.policy})")
+    bars = [*measured, *(b for b in (default, plan) if b)]
+    if len(measured) > 1:
+        default, plan, bars = measured[0], measured[1], measured
+    told = list(contents.notes)
+    for s in settings[1:]:
+        if s.chosen.overlap == "forward":
+            theirs, ours = s.bars('dovetail with overlap="forward"')
+            bars += [ours] if ours else []
+            told += [lead.against(theirs, ours)] if theirs and ours else []
     if not settings:
         predicted = [t for t in contents.timelines if t.source == "predicted"]
         bars += [b for t in predicted if (b := lead.bar(t, t.name))]
     bars = bars or [lead.plan_bar(p, f"plan {p.policy}") for p in contents.plans]
     bars = bars or [lead.profile_bar(p) for p in contents.profiles]
     if not bars and others:
-        return Lead(sentence=others[0])
-    return lead.lead(_subject(contents, settings), bars, default=default, plan=plan)
+        return Lead(sentence=others[0], more=contents.clusters[0].more if contents.clusters else ())
+    return lead.lead(_subject(contents, settings), bars, default=default, plan=plan, more=told)
 
 
 def _subject(contents: Contents, settings: Sequence[Setting]) -> str:
@@ -195,9 +218,8 @@ def _subject(contents: Contents, settings: Sequence[Setting]) -> str:
 
 
 def _fabrics(contents: Contents) -> Iterable[Fabric]:
-    paths = [p.path() for p in contents.paths]
     for report in contents.fabrics:
-        yield fabric(report.name, report.links, report.counters, report.believed, paths)
+        yield fabric(report.name, report.links, report.counters, report.believed, contents.paths)
 
 
 def _title(contents: Contents) -> str:
@@ -205,5 +227,6 @@ def _title(contents: Contents) -> str:
     names += [p.profile for p in contents.plans] + [b.profile for b in contents.bursts]
     names += [d.profile for d in contents.depths]
     names += [r.profile for r in contents.scale_reports] + [s.policy for s in contents.schedules]
+    names += ["cluster" for _ in contents.clusters]
     names += [r.name for r in contents.fabrics] + [r.trace.name for r in contents.studies]
     return names[0] if names else "dovetail"

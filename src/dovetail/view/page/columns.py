@@ -14,7 +14,8 @@ from dovetail.core.timeline import Span, Timeline
 from dovetail.view import palette, tracks, units
 from dovetail.view.schedule import span
 
-from .document import Columns, Drawn, JobRow, Look, Row, Shared
+from .pictures import Columns, Drawn, Look, Row, Source
+from .places import JobRow, Shared
 
 HEIGHTS = {"communication": 0.55, "wait": 0.2, "idle": 0.2}
 """Of a row. What is hidden is drawn half as high and what does nothing as a line, so that colour is not needed."""
@@ -49,7 +50,9 @@ def drawn(timeline: Timeline) -> Drawn:
         looks,
         name=timeline.name,
         title=f"{title}: {units.seconds(timeline.duration)}",
-        timeline=timeline,
+        source=timeline.source,
+        emulated=timeline.emulated,
+        duration=timeline.duration,
     )
 
 
@@ -67,7 +70,18 @@ def _cells(lane: Iterable[Span], computing: list[tracks.Interval] | None) -> Ite
             yield Cell(*piece, whole.bytes)
 
 
-def pack(lanes: Sequence[Lane], looks: Mapping[str, Look], *, name: str, title: str, timeline: Timeline) -> Drawn:
+def pack(
+    lanes: Sequence[Lane],
+    looks: Mapping[str, Look],
+    *,
+    name: str,
+    title: str,
+    source: Source,
+    duration: float,
+    emulated: bool = False,
+    origin: float = 0.0,
+) -> Drawn:
+    """Lanes as columns. The first cell starts at 0; at most 256 looks may occur."""
     cells = [cell for lane in lanes for cell in lane.cells]
     occur = {cell.look for cell in cells}
     used = [key for key in looks if key in occur]
@@ -84,9 +98,10 @@ def pack(lanes: Sequence[Lane], looks: Mapping[str, Look], *, name: str, title: 
     return Drawn(
         name=name,
         title=title,
-        source=timeline.source,
-        emulated=timeline.emulated,
-        duration=timeline.duration,
+        source=source,
+        emulated=emulated,
+        duration=duration,
+        origin=origin,
         looks=tuple(looks[key] for key in used),
         names=tuple(name_at),
         rows=tuple(rows),
@@ -146,7 +161,7 @@ def shared(schedule: Schedule) -> Shared:
     lanes = [
         Lane(f"device {device}" + (f" ({i + 1})" if i else ""), f"device {device}", lane)
         for device in sorted(by_device)
-        for i, lane in enumerate(_apart(by_device[device]))
+        for i, lane in enumerate(apart(by_device[device]))
     ]
     timeline = schedule.timeline()
     what = "tasks" if schedule.tasks else "leases"
@@ -154,7 +169,7 @@ def shared(schedule: Schedule) -> Shared:
     return Shared(
         title=title,
         sentence=_busy(schedule, sum(held.values()), timeline.duration),
-        drawn=pack(lanes, looks, name=schedule.policy, title=title, timeline=timeline),
+        drawn=pack(lanes, looks, name=schedule.policy, title=title, source=schedule.source, duration=timeline.duration),
         jobs=_jobs(runs, colors, tasks=bool(schedule.tasks)),
     )
 
@@ -191,7 +206,7 @@ def _jobs(runs: Sequence[_Run], colors: Mapping[str, str], *, tasks: bool) -> tu
     return tuple(sorted(rows, key=lambda row: -row.device_time))
 
 
-def _apart(cells: list[Cell]) -> list[list[Cell]]:
+def apart(cells: list[Cell]) -> list[list[Cell]]:
     """Cells of a device in as few rows as let no two overlap."""
     rows: list[list[Cell]] = []
     for cell in sorted(cells, key=lambda c: (c.start, c.stop)):

@@ -5,8 +5,8 @@ Files give contents once; a running cluster gives new ones whenever it is asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from dovetail.core.burst import BurstPlan
@@ -17,7 +17,7 @@ from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Timeline
 
-from .document import Shared
+from .places import Shared
 from .reports import BurstReport, FabricReport, Report, ScaleReport, StudyReport, TraceReport
 
 
@@ -42,6 +42,10 @@ class Contents:
     paths: tuple[TraceReport, ...] = ()
     beside: tuple[Profile | Network, ...] = ()
     """What plans were made from, found beside them: used for predictions, not shown for itself."""
+    notes: tuple[str, ...] = ()
+    """What is to be read below the first sentence, a line each."""
+    only: tuple[str, ...] = ()
+    """Kinds of sections (keys of `build.EMPTY`) whose absence is worth a word; none named: all."""
 
 
 class Source(Protocol):
@@ -66,6 +70,22 @@ class Given:
         return self.given
 
 
+@dataclass(frozen=True)
+class Several:
+    """Sources side by side on one page."""
+
+    sources: Sequence[Source]
+
+    @property
+    def live(self) -> bool:
+        return any(s.live for s in self.sources)
+
+    def contents(self) -> Contents:
+        found = [s.contents() for s in self.sources]
+        joined = {f.name: sum((getattr(c, f.name) for c in found), ()) for f in fields(Contents)}
+        return Contents(**joined | {"only": () if any(not c.only for c in found) else joined["only"]})
+
+
 FIELDS: dict[type[Any], str] = {
     Profile: "profiles",
     Network: "networks",
@@ -83,11 +103,15 @@ FIELDS: dict[type[Any], str] = {
 
 
 def sort(
-    things: Iterable[Any | Report], *, files: Iterable[str] = (), beside: Iterable[Profile | Network] = ()
+    things: Iterable[Any | Report],
+    *,
+    files: Iterable[str] = (),
+    beside: Iterable[Profile | Network] = (),
+    only: Iterable[str] = (),
 ) -> Contents:
     """Nouns and answers, each to its own kind."""
     found: dict[str, tuple[Any, ...]] = {}
     for thing in things:
         field = FIELDS[type(thing)]
         found[field] = (*found.get(field, ()), thing)
-    return replace(Contents(files=tuple(files), beside=tuple(beside)), **found)
+    return replace(Contents(files=tuple(files), beside=tuple(beside), only=tuple(only)), **found)

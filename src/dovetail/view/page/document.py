@@ -1,5 +1,7 @@
 """What the page shows, as data: `web/src/document.ts` has the same shapes. Seconds and bytes everywhere.
 
+Pictures and places have files of their own; this one has what is about a job, and the whole.
+
 Big tables travel as columns: little-endian arrays in base64, which a browser turns into typed arrays at once.
 """
 
@@ -11,56 +13,10 @@ import msgspec
 
 from dovetail.core.store import Record
 
-Source = Literal["predicted", "measured"]
+from .pictures import Drawn, Source, Told
+from .places import Fabric, Shared, Study
+
 Family = Literal["data-parallel", "burst", "other"]
-
-
-class Look(Record, frozen=True, kw_only=True):
-    """How a kind of work is drawn: a colour, and a height as a share of the row that tells it apart without colour."""
-
-    label: str
-    color: str
-    height: float = 1.0
-
-
-class Row(Record, frozen=True, kw_only=True):
-    """A row of a timeline: spans [first, stop) of the columns, by time, none of which overlap."""
-
-    label: str
-    group: str
-    first: int
-    stop: int
-
-
-class Columns(Record, frozen=True, kw_only=True):
-    """Spans of all rows, row after row. A communication that is hidden in part is several spans of one name."""
-
-    count: int
-    start: str
-    """float64, seconds from the start of the timeline."""
-    duration: str
-    """float32, seconds."""
-    look: str
-    """uint8, into `looks`."""
-    name: str
-    """uint32, into `names`."""
-    bytes: str
-    """float64; empty where no span carries any."""
-
-
-class Drawn(Record, frozen=True, kw_only=True):
-    """A timeline made ready for drawing."""
-
-    name: str
-    title: str
-    """Who made it, what it is of, how long it takes."""
-    source: Source
-    emulated: bool = False
-    duration: float
-    looks: tuple[Look, ...]
-    names: tuple[str, ...]
-    rows: tuple[Row, ...]
-    columns: Columns
 
 
 class Bar(Record, frozen=True, kw_only=True):
@@ -92,11 +48,9 @@ class Lead(Record, frozen=True, kw_only=True):
     """The first is how it is; the three numbers are its."""
 
 
-class Layers(Record, frozen=True, kw_only=True):
+class Layers(Told, frozen=True, kw_only=True):
     """A profile at its own batch, layers in execution order."""
 
-    title: str
-    sentence: str
     names: tuple[str, ...]
     types: tuple[str, ...]
     forward: tuple[float, ...]
@@ -117,6 +71,8 @@ class Policy(Record, frozen=True, kw_only=True):
     exposed: float
     bound: float
     chosen: bool
+    how: str = ""
+    """How it cuts, in a line."""
 
 
 class BucketRow(Record, frozen=True, kw_only=True):
@@ -148,11 +104,9 @@ class DepthRow(Record, frozen=True, kw_only=True):
     sent: int
 
 
-class Depths(Record, frozen=True, kw_only=True):
+class Depths(Told, frozen=True, kw_only=True):
     """A plan of partial backpropagation: its last phase."""
 
-    title: str
-    sentence: str
     segments: int
     workers: tuple[DepthRow, ...]
 
@@ -173,9 +127,7 @@ class Series(Record, frozen=True, kw_only=True):
     iteration: tuple[float, ...]
 
 
-class Scaling(Record, frozen=True, kw_only=True):
-    title: str
-    sentence: str
+class Scaling(Told, frozen=True, kw_only=True):
     series: tuple[Series, ...]
 
 
@@ -194,11 +146,9 @@ class Collective(Record, frozen=True, kw_only=True):
     samples: tuple[Sized, ...]
 
 
-class Wires(Record, frozen=True, kw_only=True):
+class Wires(Told, frozen=True, kw_only=True):
     """A network: what each collective costs."""
 
-    title: str
-    sentence: str
     collectives: tuple[Collective, ...]
 
 
@@ -221,82 +171,6 @@ class Burst(Record, frozen=True, kw_only=True):
     points: tuple[Trade, ...]
     layers: tuple[str, ...]
     counts: tuple[int, ...]
-
-
-class JobRow(Record, frozen=True, kw_only=True):
-    """A job as its cluster saw it."""
-
-    name: str
-    color: str
-    first: float | None
-    """When it got its first device."""
-    last: float | None
-    devices: int
-    """Distinct ones that it ran on."""
-    tasks: int
-    device_time: float
-    state: str = ""
-    why: str = ""
-    """Why it waits, or what it was promised, in the cluster's words."""
-
-
-class Shared(Record, frozen=True, kw_only=True):
-    """A schedule: who ran where."""
-
-    title: str
-    sentence: str
-    drawn: Drawn
-    jobs: tuple[JobRow, ...]
-
-
-class Outcome(Record, frozen=True, kw_only=True):
-    """One policy of a cluster study, means over its samples."""
-
-    policy: str
-    load: float | None
-    makespan: float
-    mean: float
-    queueing: float
-    busy: float
-
-
-class Study(Record, frozen=True, kw_only=True):
-    title: str
-    sentence: str
-    outcomes: tuple[Outcome, ...]
-
-
-class Switch(Record, frozen=True, kw_only=True):
-    name: str
-    x: float
-    y: float
-    """Both from 0 to 1."""
-    believes: tuple[str, ...] = ()
-    """Links that it heard have failed."""
-
-
-class Link(Record, frozen=True, kw_only=True):
-    name: str
-    a: int
-    b: int
-    state: str
-
-
-class Path(Record, frozen=True, kw_only=True):
-    source: str
-    target: str
-    policy: str
-    walk: tuple[str, ...]
-    why: str
-
-
-class Fabric(Record, frozen=True, kw_only=True):
-    title: str
-    sentence: str
-    switches: tuple[Switch, ...]
-    links: tuple[Link, ...]
-    counters: dict[str, int]
-    paths: tuple[Path, ...] = ()
 
 
 class Document(Record, frozen=True, kw_only=True):

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from dovetail.view import units
 
-from .document import Fabric, Link, Path, Switch
+from .places import Fabric, Link, Switch
+from .reports import TraceReport
 
 MOST = 400
 """Switches up to which places are computed by distance; beyond, they stand on a circle."""
@@ -23,7 +24,7 @@ def fabric(
     links: Mapping[str, str],
     counters: Mapping[str, int],
     believed: Mapping[str, Sequence[str]],
-    paths: Sequence[Path],
+    paths: Sequence[TraceReport],
 ) -> Fabric:
     ends = {link: split(link, set(links)) for link in links}
     names = list(dict.fromkeys(end for pair in ends.values() for end in pair))

@@ -75,19 +75,26 @@ def profile_bar(profile: Profile) -> Bar:
     )
 
 
-def lead(subject: str, bars: Sequence[Bar], *, default: Bar | None = None, plan: Bar | None = None) -> Lead:
-    """`bars[0]` is how things are; `default` and `plan` are both predicted, so that like is compared with like."""
+def lead(
+    subject: str,
+    bars: Sequence[Bar],
+    *,
+    default: Bar | None = None,
+    plan: Bar | None = None,
+    more: Sequence[str] = (),
+) -> Lead:
+    """`bars[0]` is how things are; `default` and `plan` are both predicted, or both measured: like beside like."""
     if not bars:
         return Lead(
             sentence=f"{subject}: nothing here tells where training time goes.",
             more=("Give a profile and a network, a plan, or a timeline: the sections below name the commands.",),
         )
-    more = []
+    told = []
     if bars[0].exposed is None:
-        more = ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
+        told = ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
     if default and plan:
-        more = [_against(default, plan)]
-    return Lead(sentence=_sentence(subject, bars[0]), more=tuple(more), bars=tuple(bars))
+        told = [against(default, plan)]
+    return Lead(sentence=_sentence(subject, bars[0]), more=(*told, *more), bars=tuple(bars))
 
 
 def _sentence(subject: str, now: Bar) -> str:
@@ -104,13 +111,17 @@ def _sentence(subject: str, now: Bar) -> str:
     )
 
 
-def _against(default: Bar, plan: Bar) -> str:
+def against(default: Bar, plan: Bar) -> str:
     gain = default.total / plan.total if plan.total else 1.0
     told = (
-        f"{plan.label} is predicted at {units.seconds(plan.total)}, {default.label} at {units.seconds(default.total)}"
+        f"{plan.label} is {plan.source} at {units.seconds(plan.total)}, {default.label} at "
+        f"{units.seconds(default.total)}"
     )
     if gain > 1 + TIE:
-        return f"{told}: {gain:.2f} times as fast, because less of the communication is left in the open."
+        shown = (plan.exposed or 0.0) < (default.exposed or 0.0)
+        return f"{told}: {gain:.2f} times as fast" + (
+            ", because less of the communication is left in the open." if shown else "."
+        )
     if gain < 1 - TIE:
-        return f"{told}: slower, so keep the default."
+        return f"{told}: slower, so keep {default.label}."
     return f"{told}: a tie, expect no gain."

@@ -11,8 +11,6 @@ import msgspec
 from dovetail.core.errors import InputError
 from dovetail.core.store import Bytes, Count, Name, Seconds
 
-from .document import Path
-
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A command's answer. Fields that the page does not use may come and go."""
@@ -110,9 +108,6 @@ class TraceReport(Report, frozen=True, kw_only=True):
     policy: str
     walk: tuple[str, ...]
     why: str
-
-    def path(self) -> Path:
-        return Path(source=self.source, target=self.target, policy=self.policy, walk=self.walk, why=self.why)
 
 
 R = TypeVar("R", bound=Report)

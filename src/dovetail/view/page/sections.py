@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from dovetail.core.burst import BurstPlan
 from dovetail.core.depth import DepthPlan
+from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Comparison
+from dovetail.planning import policies
 from dovetail.view import tables, units
 
 from .document import (
@@ -18,20 +20,19 @@ from .document import (
     Collective,
     DepthRow,
     Depths,
-    Drawn,
     Family,
     Kinds,
     Layers,
-    Outcome,
     Planned,
     Policy,
     Scaling,
     Series,
     Sized,
-    Study,
     Trade,
     Wires,
 )
+from .pictures import Drawn
+from .places import Outcome, Study
 from .reports import BurstReport, ScaleReport, StudyReport
 
 
@@ -68,8 +69,8 @@ def planned(
         rivals.append(chosen)
     mixed = len({p.overlap for p in rivals}) > 1
     return Planned(
-        title=f"{chosen.policy}{how}: {chosen.profile} on {units.count(chosen.workers, 'worker')} of {chosen.network}, "
-        f"local batch {chosen.batch}",
+        title=f"Plan {chosen.policy}{how}: {chosen.profile} on {units.count(chosen.workers, 'worker')} of "
+        f"{chosen.network}, local batch {chosen.batch}",
         sentences=tuple(sentences),
         policies=tuple(
             Policy(
@@ -79,6 +80,7 @@ def planned(
                 exposed=p.prediction.exposed,
                 bound=p.prediction.lower_bound,
                 chosen=(p.policy, p.overlap) == (chosen.policy, chosen.overlap),
+                how=_described(p.policy),
             )
             for p in tables.by_promise(rivals)
         ),
@@ -94,6 +96,14 @@ def planned(
         drawn=tuple(drawn),
         missing=missing,
     )
+
+
+def _described(policy: str) -> str:
+    """What `--help` says of it; empty for one that only its file knows."""
+    try:
+        return policies.parse(policy).description
+    except Error:
+        return ""
 
 
 def depths(plan: DepthPlan) -> Depths:
