@@ -8,7 +8,7 @@ if (location.protocol === "file:") {
       this.inside = new Promise((resolve, reject) => {
         this.frame.addEventListener("load", () => {
           const inside = this.frame.contentWindow;
-          inside.postMessage = (data) => setTimeout(() => this.onmessage?.({ data }));
+          inside.postMessage = (data) => this.hand(data, (copy) => this.onmessage?.(copy));
           const script = inside.document.createElement("script");
           script.src = url;
           script.onload = () => resolve(inside);
@@ -20,8 +20,14 @@ if (location.protocol === "file:") {
       document.documentElement.append(this.frame);
     }
 
+    // As between a page and its worker: each side gets a copy, later.
+    hand(data, take) {
+      const copy = { data: structuredClone(data) };
+      setTimeout(() => take(copy));
+    }
+
     postMessage(data) {
-      this.inside.then((inside) => setTimeout(() => inside.onmessage({ data })), () => {});
+      this.inside.then((inside) => this.hand(data, (copy) => inside.onmessage(copy)), () => {});
     }
 
     terminate() {

@@ -10,10 +10,13 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 import dovetail
+
+from ..view.pages import chromium
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -52,7 +55,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("zensical", reason="the site is built with dovetail[docs]")
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(DOCS, folder / "docs")
-    for part in ("src", "examples", CONFIGURATION.name):
+    shutil.copy(CONFIGURATION, folder)
+    for part in ("src", "examples"):
         (folder / part).symlink_to(ROOT / part)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
@@ -63,14 +67,34 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     """Links that a reader may follow can lead anywhere; what a browser fetches by itself may not."""
-    fetched = re.compile(
-        r'<(?:script|img|iframe|source)[^>]+src="(?:https?:)?//|<link[^>]+href="(?:https?:)?//|@import'
-    )
+    fetched = re.compile(r'<(?:script|img|iframe|source)[^>]+src="(?:https?:)?//|<link[^>]+href="(?:https?:)?//')
     html = list(site.rglob("*.html"))
     assert len(html) > 15
     assert [path.name for path in html if fetched.search(path.read_text(encoding="utf-8"))] == []
-    styles = [path for path in site.rglob("*.css") if re.search(r"url\(['\"]?(?:https?:)?//", path.read_text())]
-    assert styles == []
+    outside = re.compile(r"(?:url\(|@import )['\"]?(?:https?:)?//")
+    assert [path.name for path in site.rglob("*.css") if outside.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_pictures_and_files_that_pages_name_are_there(site: Path) -> None:
+    """The builder looks at links to pages only."""
+    lost = []
+    for path in site.rglob("*.html"):
+        for link in re.findall(r'(?:src|href)="([^"#?]+)', path.read_text(encoding="utf-8")):
+            if path.name != "404.html" and "://" not in link and not (path.parent / unquote(link)).exists():
+                lost.append(f"{path.name}: {link}")
+    assert lost == []
+
+
+def test_the_search_works_from_files_and_asks_nobody(site: Path) -> None:
+    with chromium() as browser:
+        page, asked = browser.new_page(), []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        page.keyboard.press("Control+k")
+        page.keyboard.type("overlap", delay=20)
+        page.get_by_text("What can be gained").wait_for()
+        assert page.get_by_text(re.compile(r"^\d+ results$")).count() == 1
+        assert asked and [url for url in asked if not url.startswith(("file:", "data:", "about:"))] == []
 
 
 def test_the_reference_shows_signatures_and_docstrings(site: Path) -> None:
