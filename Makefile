@@ -72,9 +72,14 @@ lint: env
 	@$(BIN)/mypy
 	@test ! -e $(NODE_MODULES) || (cd web && npm run -s check)
 
+# The documentation, from docs/ and docstrings; a link that leads nowhere fails. It reads from files, without a server.
+docs: env
+	@$(BIN)/zensical build --clean --strict
+	@echo "out/site/index.html"
+
 bench: env
 	@mkdir -p out
 	@for name in merge overlap burst joint partial schedule fabric cluster view; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 clean:
-	rm -rf $(VENV) web/node_modules src/dovetail/view/page/bundle out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) web/node_modules src/dovetail/view/page/bundle out build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

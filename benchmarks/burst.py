@@ -7,35 +7,27 @@ Run: python benchmarks/burst.py [--quick] [--json FILE] [--into docs/burst.md]
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import burst_run
-import markdown
 from burst_model import model_study, paper_table
-from common import Check, console, finish, parser
+from common import Check, console, finish
 from dovetail.core.errors import Error
+from pages import arguments, put
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
-    options.add_argument("--into", type=Path, metavar="PAGE.md", help="put the tables into this page too")
-    args = options.parse_args()
-    if args.into and (args.quick or not args.json):
-        options.error("--into needs the full run and --json")
+    args = arguments(__doc__ or "")
     cells, checks = model_study(args.quick)
     checks += exactness(8 if args.quick else 60)
     rows, found = burst_run.emulated_runs(args.quick)
     checks += found
     tables = {"paper": paper_table(cells), "run": burst_run.tables(rows)}
     finish("burst", args, cells + rows, checks, tables=tables)
-    if args.into:
-        result = json.loads(args.json.read_text(encoding="utf-8"))
-        args.into.write_text(markdown.into(result, args.into.read_text(encoding="utf-8")), encoding="utf-8")
-        console.print(f"tables put into {args.into}")
+    put(args)
 
 
 def exactness(count: int) -> list[Check]:

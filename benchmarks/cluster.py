@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.table import Table
 
 import cluster_load as load
 import cluster_runs as runs
@@ -26,23 +22,10 @@ import cluster_trial as trial
 from cluster_jobs import mix, profiles
 from common import Check, arguments, console, finish
 from dovetail.core.errors import Error
+from pages import PAGE, show
 
 Cells = list[dict[str, Any]]
 BASE, MINE = "gang-fifo-backfill", "jigsaw"
-PAGE: dict[str, list[str]] = {}
-"""Every table that was shown, as Markdown for docs/."""
-
-
-def show(name: str, title: str, rows: Sequence[Any], columns: dict[str, Callable[[Any], str]]) -> None:
-    table = Table(title=title, title_justify="left", box=box.MARKDOWN)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    PAGE[name] = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in rows:
-        texts = [text(row) for text in columns.values()]
-        table.add_row(*texts)
-        PAGE[name].append(f"| {' | '.join(texts)} |")
-    console.print(table)
 
 
 def backlog(quick: bool, checks: list[Check]) -> Cells:

@@ -7,19 +7,15 @@ into the page by --into docs/schedule.md.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
-import markdown
 import schedule_runs as runs
 import schedule_studies as studies
-from common import Check, console, finish, parser
+from common import Check, finish
+from pages import PAGE, arguments, put, show
 from schedule_engines import engines
 from schedule_studies import BASE
 
@@ -29,20 +25,6 @@ jigsaw-slo:ladder,jigsaw:late,gang-fifo,gang-easy-backfill,gang-srsf,tiresias-la
 QUICK = f"{BASE},jigsaw:ladder,{BASE}:ladder,jigsaw,gang-easy-backfill,gang-srsf"
 MIX = f"60 device-bound jobs on 32 devices under backlog, SPB ladder, against {BASE}"
 PUBLISHED = (("muri/trace1.csv", 64), ("muri/trace1.csv", 128), ("muri/trace1.csv", 256), ("philly/philly.csv", 2048))
-PAGE: dict[str, list[str]] = {}
-"""Every table that was shown, as Markdown for docs/."""
-
-
-def show(name: str, title: str, rows: Sequence[Any], columns: dict[str, Callable[[Any], str]]) -> None:
-    table = Table(title=title, title_justify="left", box=box.MARKDOWN)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    PAGE[name] = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in rows:
-        texts = [text(row) for text in columns.values()]
-        table.add_row(*texts)
-        PAGE[name].append(f"| {' | '.join(texts)} |")
-    console.print(table)
 
 
 def spread(name: str) -> Callable[[dict[str, Any]], str]:
@@ -191,11 +173,7 @@ def full_scale(quick: bool, checks: list[Check]) -> Cells:
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
-    options.add_argument("--into", type=Path, metavar="PAGE.md", help="put the tables into this page too")
-    args = options.parse_args()
-    if args.into and (args.quick or not args.json):
-        options.error("--into needs the full run and --json")
+    args = arguments(__doc__ or "")
     checks: list[Check] = []
     tables: dict[str, Cells] = {}
     exactness(checks)
@@ -218,11 +196,7 @@ def main() -> None:
         PAGE["example"] = runs.example("schedule --spb ladder")
     cells = [{"table": k, **row} for k, rows in tables.items() for row in rows]
     finish("schedule", args, cells, checks, tables=PAGE)
-    if args.into:
-        result = json.loads(args.json.read_text(encoding="utf-8"))
-        page = markdown.into(result, args.into.read_text(encoding="utf-8"))
-        args.into.write_text(page, encoding="utf-8")
-        console.print(f"tables put into {args.into}")
+    put(args)
 
 
 if __name__ == "__main__":

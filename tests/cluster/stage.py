@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from dovetail.cluster import deciding, peers, watching, wire
+import pytest
+
+from dovetail.cluster import deciding, peers, strikes, watching, wire
 from dovetail.cluster import messages as m
 from dovetail.cluster.coordinator import Coordinator
 from dovetail.cluster.engine import Device, Exit, Role
@@ -285,3 +287,15 @@ async def stage(path: Path, *, devices: int = 2, nodes: int = 1, policy: str = "
             actor.end()
         await asyncio.gather(*(a.task for a in actors), return_exceptions=True)
         await asyncio.sleep(0.02)  # connections close
+
+
+def play(path: Path, scene: Callable[[Stage], Awaitable[None]], **options: Any) -> None:
+    """A scene from its beginning to its end, within half a minute. Pauses are as in life, only shorter."""
+
+    async def whole() -> None:
+        async with stage(path, **options) as s:
+            await asyncio.wait_for(scene(s), 30.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strikes, "FIRST_PAUSE", 0.01)
+        asyncio.run(whole())

@@ -28,16 +28,8 @@ from dovetail.train.segments import cut
 from tests.train.depth_models import build, inputs, loss
 from tests.train.depth_scenarios import difference, oracle
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 names = itertools.count()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As executors and aggregators have it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 Order = Callable[[list[int]], list[int]]

@@ -21,16 +21,8 @@ from dovetail.cluster.messages import Task
 from dovetail.cluster.task import JobError, Runner, Stale, open_runner
 from dovetail.cluster.training import Training
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 names = itertools.count()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As executors and aggregators have it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Noisy(nn.Module):

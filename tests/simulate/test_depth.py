@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from dovetail.planning.depth import Device, plan
-from dovetail.simulate.depth import of_worker, savings, simulate_depth
+from dovetail.simulate.depth import savings, simulate_depth
 from tests.planning.oracle import made_network, made_profile
 
 PROFILE = made_profile([1000] * 8, [2.0] * 8, forward=[1.0] * 8)
@@ -50,12 +50,10 @@ def test_alone_or_without_a_network_nothing_is_sent() -> None:
         assert timeline.duration == pytest.approx(24.0)
 
 
-def test_savings_of_a_worker_are_those_of_its_depth() -> None:
-    ladder = plan(PROFILE, workers=4)
-    assert [of_worker(ladder, 0, w).backward for w in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
-    assert [of_worker(ladder, 0, w).activations for w in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
-    mean = sum(of_worker(ladder, 0, w).compute for w in range(4)) / 4
-    assert mean == pytest.approx(savings(ladder).compute)
+def test_what_a_ladder_saves_is_the_mean_of_its_depths() -> None:
+    saved = savings(plan(PROFILE, workers=4))
+    assert saved.backward == saved.activations == pytest.approx((0.75 + 0.5 + 0.25 + 0.0) / 4)
+    assert (saved.peak, saved.iteration) == (0.0, 0.0)  # the deepest worker keeps everything, and sets the pace
 
 
 def test_slow_devices_show_in_the_timeline() -> None:

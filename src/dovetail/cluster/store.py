@@ -101,7 +101,6 @@ class Store:
     """Open it once; the same thread makes all calls."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=10.0)
             self._db.execute("PRAGMA journal_mode=WAL")

@@ -260,7 +260,6 @@ class Supervisor:
                 if pid == self.coordinator:
                     self.coordinator = 0
                 self.children = {k: p for k, p in self.children.items() if p != pid}
-            return
         self.children, self.coordinator = {}, 0
 
 

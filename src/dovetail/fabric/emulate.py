@@ -31,7 +31,6 @@ from .topology import Host, Link, Topology
 
 RUN = Path("/run/dovetail/fabric")
 HOST_DEVICE = "eth0"
-LINK_STATES = ("up", "down", "silent", "drained")
 CARRIER = 2.0
 """Seconds in which a link that is healed has its carrier: the kernel notices at once, and tells in its own time."""
 _NAME = re.compile("[a-z0-9]{1,16}")

@@ -18,7 +18,7 @@ from dovetail.core.errors import InputError
 from . import oracle
 from .automaton import MAX_RANKS, MAX_STATES, UNBOUNDED_HOPS, Automaton, backtrack_closed, build
 from .tables import NOTICE_POLICY
-from .topology import Topology, match, read_yaml
+from .topology import Topology, match
 
 MAX_POLICIES = NOTICE_POLICY
 MAX_CLASSES = 32768
@@ -74,10 +74,6 @@ class Policies:
     @property
     def ports(self) -> set[int]:
         return {port for _, _, port in self.choice if port}
-
-
-def load_policy(path: str | Path, topology: Topology) -> Policies:
-    return compile_policy(read_yaml(path), topology, path)
 
 
 def compile_policy(document: dict[str, Any], topology: Topology, path: str | Path = "<policy>") -> Policies:

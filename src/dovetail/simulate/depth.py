@@ -129,19 +129,6 @@ def of_phase(plan: DepthPlan, phase: int) -> Savings:
     )
 
 
-def of_worker(plan: DepthPlan, phase: int, worker: int) -> Savings:
-    """For one worker against itself at full depth and an equal share of the global batch."""
-    now, full = plan.phases[phase].workers[worker], plan.full.workers[worker]
-    return Savings(
-        compute=_saved(now.forward + now.backward, full.forward + full.backward),
-        backward=_saved(now.backward, full.backward),
-        sent=_saved(now.sent, full.sent),
-        activations=_saved(now.activations, full.activations),
-        peak=_saved(now.activations, full.activations),
-        iteration=_saved(plan.phases[phase].iteration, plan.full.iteration),
-    )
-
-
 def _spent(phase: Phase) -> list[float]:
     return [w.forward + w.backward for w in phase.workers]
 

@@ -42,7 +42,9 @@ class DistributedDataParallel(TorchDDP):
     as torch's does and says so in one line.
 
     Args:
-        module, *args, **kwargs: as for torch's DistributedDataParallel.
+        module: as for torch's DistributedDataParallel.
+        *args: as for torch's.
+        **kwargs: as for torch's.
         plan: "auto" to plan while training; a stored Plan to use it from the first step on; None for torch's own
             buckets. "auto" is replaced by the plan file that the environment variable DOVETAIL_PLAN names, if set.
         tuning: how many steps planning may take.

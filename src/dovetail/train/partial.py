@@ -57,8 +57,9 @@ class PartialBackprop(nn.Module):
         stragglers: when given, a worker that is slow for a while gets a shallower depth, and gets it back.
         rotate: "data": depths stay and the sampler of `batches()` moves the data; "depth": the depths go round.
         steps: length of the training, for a plan with phases.
-        profile, network: with both, the merge planner decides which gradients travel together; without, each segment's
+        profile: with a network too, the merge planner decides which gradients travel together; without, each segment's
             travel as one.
+        network: what communication costs, for the merge planner.
         merging: the merge planner's policy.
         process_group: the ranks; all by default.
         uneven_use: True for models that use some layers only for some inputs.
