@@ -149,7 +149,7 @@ def emulated_runs(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
             bucket_bytes=25 * 2**20 * BYTES,
             rounds=2 if quick else 4,
             steps=2 if quick else 4,
-            network_seconds=20 if quick else 60,
+            network_seconds=20 if quick else 80,
         )
         found = [_row(cell, entry, outcome) for entry in outcome.entries]
         _show(cell, found)
@@ -177,6 +177,7 @@ def _row(cell: Cell, entry: Entry, outcome: Outcome) -> dict[str, Any]:
         "steps": len(entry.seconds),
         "prediction": predicted.duration,
         "error": predicted.duration / measured["median"] - 1,
+        "prediction_before": entry.predicted_before,
         "predicted_free": spare / predicted.duration,
         "predicted_device_time": (RANKS * predicted.duration - spare) / one,
         "one_device": one,

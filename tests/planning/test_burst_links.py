@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from dovetail.core.profile import Quantiles
 from dovetail.planning.burst import BurstPlanner
 from dovetail.planning.burst_cost import ProfileCost
 from dovetail.planning.burst_links import MeasuredLinks
+from dovetail.train.burst_measure import together
 
 from .oracle import made_profile
 
@@ -64,3 +66,17 @@ def test_a_planner_takes_both_directions_of_a_border() -> None:
     border = float(planner.cost.reshard(0, 4, 1))
     assert border == pytest.approx(float(LINKS.move(moved, 4, 1)) + float(LINKS.move(moved, 1, 4)))
     assert float(planner.cost.reshard(0, 1, 4)) == pytest.approx(border)
+
+
+def test_of_several_measurements_a_bad_one_does_not_count() -> None:
+    def slower(factor: float) -> MeasuredLinks:
+        networks = {
+            n: msgspec.structs.replace(network, collectives={"all_reduce": collective(n * 1e-3, factor * 1e-6)})
+            for n, network in LINKS.networks.items()
+        }
+        return MeasuredLinks(networks, {(1, 2): collective(1e-3, factor * 1e-6)}, {4: factor})
+
+    found = together([slower(9.0), slower(2.0), slower(1.0)])
+    assert found.all_reduce(10000, [2, 4]) == pytest.approx([22e-3, 24e-3])
+    assert found.networks[4].collectives["all_reduce"].fit.seconds_per_byte == pytest.approx(2e-6)
+    assert (float(found.move(10000, 1, 2)), found.crowding(4)) == (pytest.approx(21e-3), 2.0)

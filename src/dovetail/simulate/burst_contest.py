@@ -2,8 +2,10 @@
 
 Every rank emulates one device. First the ranks measure what communication costs them: all-reduces among all of them and
 among the first 2, 4, … of them, and re-sharding between each two of these sets. Rank 0 plans; then the plans take
-turns, in an order shuffled for every round. Policies that choose the very same devices are one program under several
-names: they take one turn and share its times. At the end each plan runs three more steps, which are recorded.
+turns, in an order shuffled for every round. Links are measured again after every round, since many ranks on few cores
+have good minutes and bad ones: plans are made by the first measurement, predictions by all of them. Policies that
+choose the very same devices are one program under several names: they take one turn and share its times. At the end
+each plan runs three more steps, which are recorded.
 
 `run` is the caller's side; `python -m dovetail.simulate.burst_contest SPEC` is one rank's.
 """
@@ -71,6 +73,8 @@ class Entry(store.Record, frozen=True, kw_only=True):
     policy: str
     plan: BurstPlan
     predicted: Timeline
+    predicted_before: float
+    """Seconds, by what was measured before the first round alone."""
     seconds: tuple[float, ...]
     """Iteration times of the slowest rank."""
     same_as: tuple[str, ...] = ()
@@ -117,7 +121,7 @@ def run(
 ) -> Outcome:
     """Lets the plans of `policies` take turns; lines of progress go to `on_line`.
 
-    `network_seconds` is the time for measuring what communication costs.
+    `network_seconds` is the time for measuring what communication costs: half of it before the first round.
     """
     spec = Spec(
         profile=profile,
@@ -158,7 +162,7 @@ def _rank(spec: Spec) -> Any:
     import torch.distributed as dist
 
     from dovetail.train import agree
-    from dovetail.train.burst_measure import measure_links
+    from dovetail.train.burst_measure import measure_links, together
 
     from .channel import leave, register
 
@@ -167,13 +171,18 @@ def _rank(spec: Spec) -> Any:
     group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None
     layers = spec.profile.layers
-    links = measure_links(
-        spec.batch,
-        max_bytes=max(64 * 1024, *(int(2 * spec.bucket_bytes), *(layer.parameter_bytes for layer in layers))),
-        max_moved=min(512 * 1024, spec.batch * max(layer.activation_bytes for layer in layers)),
-        budget=spec.network_seconds,
-        emulated=True,
-    )
+
+    def measured(budget: float) -> MeasuredLinks:
+        return measure_links(
+            spec.batch,
+            max_bytes=max(64 * 1024, *(int(2 * spec.bucket_bytes), *(layer.parameter_bytes for layer in layers))),
+            max_moved=min(512 * 1024, spec.batch * max(layer.activation_bytes for layer in layers)),
+            budget=budget,
+            emulated=True,
+        )
+
+    links = measured(spec.network_seconds / 2)
+    bouts = [links]
     _say(f"links measured among {', '.join(map(str, links.networks))} ranks")
     made = {p: make_plan(spec, p, links, dist.get_world_size()) for p in spec.policies} if dist.get_rank() == 0 else {}
     plans: dict[str, BurstPlan] = agree.from_first(made, group, device)
@@ -195,7 +204,9 @@ def _rank(spec: Spec) -> Any:
         for name in rng.sample(sorted(steps), len(steps)):
             timed(name)
             times[name] += agree.largest([timed(name) for _ in range(spec.steps)], group, device)
+        bouts.append(measured(spec.network_seconds / 2 / spec.rounds))
         _say(f"round {turn + 1} of {spec.rounds}")
+    before, links = links, together(bouts)
     entries = []
     for names in alike:
         job, recorded, moved = jobs.get(names[0]), None, 0
@@ -210,6 +221,9 @@ def _rank(spec: Spec) -> Any:
                 policy=name,
                 plan=plans[name],
                 predicted=simulate_burst(plans[name], spec.profile, links, bucket_bytes=spec.bucket_bytes),
+                predicted_before=simulate_burst(
+                    plans[name], spec.profile, before, bucket_bytes=spec.bucket_bytes
+                ).duration,
                 seconds=tuple(times[names[0]]),
                 same_as=tuple(other for other in names if other != name),
                 recorded=recorded,

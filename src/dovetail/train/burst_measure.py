@@ -10,12 +10,14 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from dovetail.core.errors import Error
 from dovetail.core.layout import block_layout, busiest, next_layout
 from dovetail.core.network import Collective, Network, Sample
+from dovetail.core.profile import Quantiles
 from dovetail.measure.network import fit, network
 from dovetail.measure.stats import quantiles
 from dovetail.planning.burst_links import MeasuredLinks
@@ -62,6 +64,31 @@ def measure_links(
     group = dist.group.WORLD
     assert group is not None
     return MeasuredLinks(*agree.from_first((networks, moves, crowded), group, wire.device))
+
+
+def together(bouts: Sequence[MeasuredLinks]) -> MeasuredLinks:
+    """Several measurements as one: of every cost the middle one, so that a bad minute does not count."""
+    first = bouts[0]
+    networks = {}
+    for n, found in first.networks.items():
+        cost = _middle([b.networks[n].collectives["all_reduce"] for b in bouts])
+        networks[n] = msgspec.structs.replace(found, collectives={"all_reduce": cost})
+    moves = {pair: _middle([b.moves[pair] for b in bouts]) for pair in first.moves}
+    crowded = {n: statistics.median(b.crowded[n] for b in bouts) for n in first.crowded}
+    return MeasuredLinks(networks, moves, crowded)
+
+
+def _middle(several: Sequence[Collective]) -> Collective:
+    """By size; a size that did not fit into some bout's time has fewer to choose from."""
+    by_size: dict[int, list[Quantiles]] = {}
+    for one in several:
+        for sample in one.samples:
+            by_size.setdefault(sample.bytes, []).append(sample.seconds)
+    samples = []
+    for size, seconds in sorted(by_size.items()):
+        ordered = sorted(seconds, key=lambda q: q.median)
+        samples.append(Sample(bytes=size, seconds=ordered[(len(ordered) - 1) // 2]))
+    return Collective(fit=fit(samples), samples=tuple(samples))
 
 
 def _all_reduce(wire: Wire, ranks: int, max_bytes: int, budget: float, emulated: bool) -> Network | None:
