@@ -8,7 +8,7 @@ import type { Spans } from "./model";
 export interface Selection { track: number; span: number }
 
 const AXIS = 22;
-const MANY = 20_000; // spans from which on a first zoom would be felt
+const MANY = 5_000; // spans from which on a first zoom would be felt
 const QUICK = 4, PATIENCE = 80; // milliseconds: of a picture that is quick enough, and for all of a rehearsal
 let rehearsed = false;
 
