@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import random
 import signal
 import statistics
@@ -328,7 +329,8 @@ PARTS: dict[str, Callable[..., list[Cell]]] = {
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--parts", metavar="A,B", help=f"only some of {', '.join(PARTS)}")
+    told = f"only some of {', '.join(PARTS)}; what the JSON has of the others stays"
+    options.add_argument("--parts", metavar="A,B", help=told)
     args = options.parse_args()
     if unknown := set((args.parts or "costs").split(",")) - set(PARTS):
         options.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
@@ -338,6 +340,10 @@ def main() -> None:
     cells: list[Cell] = []
     for part in args.parts.split(",") if args.parts else PARTS:
         cells += PARTS[part](quick=args.quick)
+    if args.parts and args.json and args.json.exists():
+        made = {c["part"] for c in cells}
+        before = json.loads(args.json.read_text(encoding="utf-8"))["cells"]
+        cells = [*(c for c in before if c["part"] not in made), *cells]
     tables(cells)
     finish("fabric", args, cells, checks(cells), tables=markdown(cells))
 
