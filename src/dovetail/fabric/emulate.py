@@ -31,6 +31,7 @@ from .topology import Host, Link, Topology
 
 RUN = Path("/run/dovetail/fabric")
 HOST_DEVICE = "eth0"
+LINK_STATES = ("up", "down", "silent", "drained")
 _NAME = re.compile("[a-z0-9]{1,16}")
 _NAMESPACE = re.compile(rf"{netns.PREFIX}({_NAME.pattern})-[0-9]+-[sh][0-9]+")
 
