@@ -49,6 +49,15 @@ def test_the_readme_leads_to_files_that_are_there() -> None:
     assert links and [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_lists_and_tables_begin_after_a_blank_line() -> None:
+    """Else the site shows them as part of the paragraph before."""
+    fenced = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    glued = re.compile(r"^(?!\* |\||\d+\. |\s)[^\n]+\n(?:\* |\||\d+\. )", re.MULTILINE)
+    for path in DOCS.rglob("*.md"):
+        found = glued.search(fenced.sub("```", path.read_text(encoding="utf-8")))
+        assert found is None, f"{path.name}: {found[0]!r}"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it, in another folder; a link or a name that leads nowhere would have ended it."""
