@@ -128,7 +128,7 @@ def test_nothing_that_the_runtime_executes_is_better(
         assert value == pytest.approx(best)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(0, 10_000), st.sampled_from([(0.0, 1e-3), (1.0, 1e-2), (0.2, 0.05)]), st.sampled_from([2, 3, 4]))
 def test_no_plan_goes_below_the_bounds_of_its_combination(seed: int, wire: tuple[float, float], devices: int) -> None:
     job, net = profile(seed, 4), network(*wire)
