@@ -206,7 +206,7 @@ def _rank(spec: Spec) -> Any:
             times[name] += agree.largest([timed(name) for _ in range(spec.steps)], group, device)
         bouts.append(measured(spec.network_seconds / 2 / spec.rounds))
         _say(f"round {turn + 1} of {spec.rounds}")
-    before, links = links, together(bouts)
+    first, links = links, together(bouts)
     entries = []
     for names in alike:
         job, recorded, moved = jobs.get(names[0]), None, 0
@@ -222,7 +222,7 @@ def _rank(spec: Spec) -> Any:
                 plan=plans[name],
                 predicted=simulate_burst(plans[name], spec.profile, links, bucket_bytes=spec.bucket_bytes),
                 predicted_before=simulate_burst(
-                    plans[name], spec.profile, before, bucket_bytes=spec.bucket_bytes
+                    plans[name], spec.profile, first, bucket_bytes=spec.bucket_bytes
                 ).duration,
                 seconds=tuple(times[names[0]]),
                 same_as=tuple(other for other in names if other != name),
