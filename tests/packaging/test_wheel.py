@@ -124,7 +124,11 @@ for module in pkgutil.walk_packages(dovetail.__path__, "dovetail.", onerror=lamb
     except ImportError as e:
         print(module.name, e.name)
 """
-SERVER = {"dovetail.cluster.api": "fastapi", "dovetail.cluster.head": "uvicorn"}
+SERVER = {
+    "dovetail.cluster.api": "fastapi",
+    "dovetail.cluster.head": "uvicorn",
+    "dovetail.cluster.paging": "fastapi",
+}
 """What runs inside `dovetail cluster up`, which has looked for both before."""
 
 

@@ -68,8 +68,10 @@ def test_a_lost_peer_is_one_line_for_all_that_was_queued_and_no_thread_stays(mon
 
 
 def test_the_group_s_time_out_holds() -> None:
-    for result in run("time-out")[:2]:
-        assert "allreduce failed: " in result and "imed out" in result
+    found = run("time-out")[:2]
+    assert all("allreduce failed: " in result for result in found)
+    # Whoever is first hangs up, and the other may hear of that before its own time is over.
+    assert any("imed out" in result for result in found)
 
 
 def test_a_rank_can_leave_with_a_collective_pending() -> None:
