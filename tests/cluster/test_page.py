@@ -211,7 +211,7 @@ def test_a_page_that_is_not_built_is_explained(tmp_path: Path, monkeypatch: pyte
 
     async def scene(s: Stage, http: httpx.AsyncClient) -> None:
         answer = await http.get("/")
-        assert answer.status_code == 503 and answer.headers["content-type"].startswith("text/plain")
+        assert answer.status_code == 404 and answer.headers["content-type"].startswith("text/plain")
         assert answer.text.count("\n") == 1 and "make page" in answer.text and "dovetail cluster status" in answer.text
 
     play(tmp_path, scene)

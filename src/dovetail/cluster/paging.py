@@ -41,7 +41,7 @@ def add_page(app: FastAPI, c: Coordinator) -> None:
             return _answer(await pager.html(), "text/html")
         except Error as e:  # not built
             told = f"dovetail: {e}; `dovetail cluster status --watch` shows the same in a terminal\n"
-            return _answer(told.encode(), "text/plain", 503)
+            return _answer(told.encode(), "text/plain", 404)
 
     @app.get("/data.json", include_in_schema=False)
     async def data() -> Response:
