@@ -23,6 +23,7 @@ from dovetail.view import units
 
 PAGE = Path("out") / "demo.html"
 THEIRS, OURS = "torch's DDP", "dovetail"
+NOTHING = "nothing: torch's were the best here"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def lines(s: Story) -> list[Line]:
     theirs, ours = s.outcome.entry("ddp"), s.outcome.entry(DOVETAIL)
     changed = f"in {ours.buckets}, cut so that more of them hide"
     if s.outcome.kept is None:
-        changed = "nothing: torch's were the best here"
+        changed = NOTHING
     first = Line(THEIRS, *measured("ddp"), f"gradients travel in {units.count(theirs.buckets, 'message')}")
     forward = s.forward.prediction.iteration * first.seconds / theirs.predicted
     return [
