@@ -49,6 +49,7 @@ FRONTIER = (
     Contestant("late guard ε=0.4", epsilon=0.4, begins=0.4),
     Contestant("late balanced", counts=LADDER, begins=0.5, balanced=True),
     Contestant("4 workers, then 3", workers=((0.0, 4), (0.5, 3))),
+    Contestant("full, twice the steps", steps=2.0),
 )
 
 

@@ -151,11 +151,11 @@ def fashion() -> Task:
     ready = {part: torch.from_numpy((values - mean) / spread) for part, values in images.items()}
     return Task(
         name="fashion",
-        build=lambda: _resnet(12, 2, 2, nn.BatchNorm2d),
+        build=lambda: _resnet(8, 2, 2, nn.BatchNorm2d),
         train=(ready["train"], labels["train"]),
         test=(ready["test"], labels["test"]),
         batch=32,
-        steps=1000,
+        steps=2000,
         optimiser=_sgd(0.1),
     )
 
