@@ -1,9 +1,10 @@
 """One plan for everything: what `dovetail plan --auto` chooses, against single techniques on paper and DDP in runs.
 
-On paper: ResNet-50 and VGG16-like layers on published networks, never worse than any single technique, and how long
-planning takes. In runs: on four emulated devices with rate-limited links (network namespaces, so root is needed) the
-network is measured, the planner chooses, and the plan runs beside torch's DistributedDataParallel, turn by turn.
-Run: python benchmarks/joint.py [--quick] [--json FILE] [--cell N]
+On paper: ResNet-50, and VGG16 and Wide-ResNet-101-2 by published A100 layer times where those are at hand, on published
+networks: never worse than any single technique, and how long planning takes. In runs: on four emulated devices with
+rate-limited links (network namespaces, so root is needed) the network is measured, the planner chooses, and the plan
+runs beside torch's DistributedDataParallel, turn by turn.
+Run: python benchmarks/joint.py [--quick] [--json FILE] [--cell N] [--paper]
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import msgspec
 from rich.table import Table
 
 import burst_run
+from burst_model import DATA
 from common import Check, console, finish, parser, quantiles
 from dovetail import measure
 from dovetail.core.errors import Error
 from dovetail.core.profile import Profile
 from dovetail.core.scratch import scratch
+from dovetail.measure.layer_table import read_layer_table
 from dovetail.measure.presets import preset
 from dovetail.planning import compare
 from dovetail.planning.joint_parts import TECHNIQUES
-from dovetail.simulate.joint import open_search
+from dovetail.simulate import choose
 from dovetail.simulate.launch import launch
 from dovetail.simulate.layered import in_layer_order
 from dovetail.simulate.shaped import available, bits_per_second, shaped
@@ -36,6 +39,8 @@ from joint_rank import AUTO, DDP, Outcome, Spec
 RANKS = 4
 RANK = str(Path(__file__).with_name("joint_rank.py"))
 FABRICS = ("10gbe", "25gbe", "100gbe", "infiniband", "nvlink")
+LOCAL = 4
+"""The local batch of the study on paper."""
 A100 = 0.110
 """Seconds of forward and backward of ResNet-50 at a local batch of 32 that the study on paper assumes."""
 
@@ -79,27 +84,25 @@ def main() -> None:
 def profile() -> Profile:
     """Layer proportions as this machine's processor has them; only those are used."""
     workload = measure.load("resnet50")
-    return measure.profile(workload.model, workload.make_batch(4), batches=[1, 2, 4], steps=8, name="ResNet-50")
+    return measure.profile(workload.model, workload.make_batch(LOCAL), batches=[1, 2, LOCAL], steps=8, name="ResNet-50")
 
 
 def paper(resnet: Profile, *, quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
     """Every fabric, several sizes: the joint plan, every single technique, and the planner's time."""
     small = resnet.scaled(forward=A100 / 3 / 8, backward=A100 * 2 / 3 / 8)  # at a local batch of 4
-    vgg = burst_run.profile(burst_run.CELLS[0])
     cells: list[dict[str, Any]] = []
     slowest = 0.0
-    for name, job in (("ResNet-50", small), ("VGG16-like", vgg)):
+    for name, job in [("ResNet-50", small), *published()]:
         for fabric in FABRICS[:1] if quick else FABRICS:
             for devices in (64,) if quick else (8, 64):
                 net = preset(f"{fabric}-{devices}")
                 began = time.perf_counter()
-                search = open_search(job, net, devices=devices)
-                found = search.run()
+                found = choose(job, net, devices=devices, batch=LOCAL * devices)
                 taken = time.perf_counter() - began
                 if (name, devices) == ("ResNet-50", 64):
                     slowest = max(slowest, taken)
-                singles = {t: c.score.iteration for t in TECHNIQUES if (c := search.of(t, devices)) is not None}
-                singles |= {p.policy: p.prediction.iteration for p in compare(job, net, workers=devices)}
+                singles = {t: c.score.iteration for t in TECHNIQUES if (c := found.search.of(t, devices)) is not None}
+                singles |= {p.policy: p.prediction.iteration for p in compare(job, net, workers=devices, batch=LOCAL)}
                 best = min(singles, key=lambda n: singles[n])
                 cells.append(
                     {
@@ -137,8 +140,17 @@ def paper(resnet: Profile, *, quick: bool) -> tuple[list[dict[str, Any]], list[C
     ]
 
 
+def published() -> list[tuple[str, Profile]]:
+    if not DATA.exists():
+        console.print("benchmarks/joint.py: the published layer times are not at hand: ResNet-50 only")
+        return []
+    return [("VGG16", read_layer_table(DATA, "vgg")), ("Wide-ResNet-101-2", read_layer_table(DATA, "wrn"))]
+
+
 def show_paper(cells: list[dict[str, Any]]) -> None:
-    table = Table(title="predicted: the joint plan on published networks, a local batch of 4", title_justify="left")
+    table = Table(
+        title=f"predicted: the joint plan on published networks, a local batch of {LOCAL}", title_justify="left"
+    )
     for column in ("model", "network", "chosen", "iteration", "of DDP", "best single", "may be left", "planned in"):
         table.add_column(column, justify="left" if column in ("model", "network", "chosen") else "right")
     for c in cells:

@@ -37,6 +37,7 @@ from dovetail.train import agree, ring
 from dovetail.train.burst import Burst
 from dovetail.train.halves import halves
 from dovetail.view import joint as view
+from overlap_rank import plain, two_lines
 
 DDP, AUTO = "ddp", "auto"
 
@@ -153,14 +154,7 @@ def _nothing() -> None:
 
 
 def _plain(model: torch.nn.Module) -> Contestant:
-    """Without an optimiser: it would compute on two shared cores what takes an emulated device next to nothing."""
-    x = torch.full((1,), 1.0 + dist.get_rank())
-
-    def iterate() -> None:
-        model.zero_grad(set_to_none=True)
-        model(x).backward()
-
-    return Contestant(iterate, _nothing)
+    return Contestant(plain(model, torch.full((1,), 1.0 + dist.get_rank())), _nothing)
 
 
 def _ddp(spec: Spec) -> Contestant:
@@ -168,22 +162,10 @@ def _ddp(spec: Spec) -> Contestant:
 
 
 def _overlapped(spec: Spec, devices: int, plan: Plan | None, group: Any) -> tuple[Any, Contestant]:
-    x = torch.full((1,), 1.0 + dist.get_rank())
     model: Any = dovetail.DistributedDataParallel(
         layered(spec.profile, batch=spec.batch // devices), overlap="forward", plan=plan, process_group=group
     )
-    optimizer: Any = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
-
-    def iterate() -> None:
-        optimizer.zero_grad()
-        model(x).backward()
-        optimizer.step()
-
-    def drain() -> None:
-        for parameter in model.parameters():
-            parameter.detach()
-
-    return model, Contestant(iterate, drain)
+    return model, Contestant(*two_lines(model, torch.full((1,), 1.0 + dist.get_rank())))
 
 
 def _updating(spec: Spec) -> float:

@@ -107,7 +107,7 @@ def contest(spec: Spec) -> Any:
     x = torch.full((1,), 1.0 + dist.get_rank())
     default = planning.plan(spec.profile, network, policy="ddp")
     made = {
-        "ddp": Contestant(_plain(TorchDDP(layered(spec.profile)), x), lambda: None, default),
+        "ddp": Contestant(plain(TorchDDP(layered(spec.profile)), x), lambda: None, default),
         "merge": _merge(spec, network, x, default),
         "overlap": _overlap(spec, network, x),
         "fsdp2": _fsdp2(spec.profile, x),
@@ -154,7 +154,7 @@ def _merge(spec: Spec, network: Network, x: Tensor, default: Plan) -> Contestant
     """What `dovetail.DistributedDataParallel(model)` keeps on its own."""
     tuning = dovetail.Tuning(**spec.tuning)
     model: Any = dovetail.DistributedDataParallel(layered(spec.profile), tuning=tuning)
-    iterate = _plain(model, x)
+    iterate = plain(model, x)
     return Contestant(iterate, lambda: None, _predicted(_tuned(model, iterate), default, spec.profile, network))
 
 
@@ -177,7 +177,7 @@ def _predicted(kept: Plan | None, default: Plan, profile: Profile, network: Netw
     return planning.predict(kept, profile, network) if same else kept
 
 
-def _plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
+def plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
     """Without an optimiser: it would compute on two shared cores what takes an emulated device next to nothing."""
 
     def iterate() -> None:
@@ -187,10 +187,8 @@ def _plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
     return iterate
 
 
-def _overlap(spec: Spec, network: Network, x: Tensor) -> Contestant:
-    """What the two lines keep on their own. The optimiser cannot be left out: parameters are sent for its sake."""
-    tuning = dovetail.Tuning(**spec.tuning)
-    model: Any = dovetail.DistributedDataParallel(layered(spec.profile), overlap="forward", tuning=tuning)
+def two_lines(model: Any, x: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A step of a model with overlap="forward", and what waits for the parameters of the last one."""
     optimizer: Any = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
 
     def iterate() -> None:
@@ -202,6 +200,14 @@ def _overlap(spec: Spec, network: Network, x: Tensor) -> Contestant:
         for parameter in model.parameters():
             parameter.detach()
 
+    return iterate, drain
+
+
+def _overlap(spec: Spec, network: Network, x: Tensor) -> Contestant:
+    """What the two lines keep on their own. The optimiser cannot be left out: parameters are sent for its sake."""
+    tuning = dovetail.Tuning(**spec.tuning)
+    model: Any = dovetail.DistributedDataParallel(layered(spec.profile), overlap="forward", tuning=tuning)
+    iterate, drain = two_lines(model, x)
     kept = _tuned(model, iterate)
     drain()
     default = planning.plan(spec.profile, network, policy="ddp", overlap="forward")
@@ -219,7 +225,7 @@ def _fsdp2(profile: Profile, x: Tensor) -> Contestant:
         head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + PREFETCH])
     # On a processor there are no streams: without this every all-gather would be waited for where it starts.
     model._set_unshard_async_op(True)
-    return Contestant(_plain(model, x), lambda: None, blocks=len(groups))
+    return Contestant(plain(model, x), lambda: None, blocks=len(groups))
 
 
 def _sent() -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .train.ddp import DistributedDataParallel
     from .train.partial import PartialBackprop
     from .train.sharded import optimizer
-    from .train.tuner import Tuning
+    from .train.trials import Tuning
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ _WHERE = {
     "Profile": "core.profile",
     "Timeline": "core.timeline",
     "TrainingJob": "cluster.jobs",
-    "Tuning": "train.tuner",
+    "Tuning": "train.trials",
     "compare": "planning",
     "measure": "",
     "optimizer": "train.sharded",

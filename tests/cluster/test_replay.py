@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dovetail.cli.replaying import replay as run
 from dovetail.cluster.home import Home, Settings
 from dovetail.cluster.messages import Described
 from dovetail.cluster.recorder import Clock, Held, Ran
 from dovetail.cluster.replay import play, read, replay
-from dovetail.cluster.replaying import replay as run
 from dovetail.cluster.store import Store
 from dovetail.cluster.submission import Submission
 from dovetail.core.errors import Error

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from dovetail.core import store
 from dovetail.core.errors import InputError
-from dovetail.core.job import Job, Lease, Phase, Schedule, Stage, TaskRun, from_profile, ladder
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.job import Job, Lease, Phase, Schedule, Stage, TaskRun, ladder
 
 JOB = Job(
     name="language",
@@ -81,19 +80,6 @@ def test_a_narrower_iteration_keeps_the_deepest_workers_and_counts_for_less() ->
     )
     shape = job.shape(0, 2)
     assert shape.tasks == ((4.0, 5.0),) and shape.progress == 0.5
-
-
-def test_a_measured_model_becomes_a_job() -> None:
-    time = Quantiles(median=1.0, low=1.0, high=1.0, samples=1)
-    layer = Layer(
-        name="l", type="Linear", parameter_bytes=40, activation_bytes=10,
-        times=(LayerTime(batch=4, forward=time, backward=time.scaled(2)),),
-    )  # fmt: skip
-    tensor = ParameterTensor(name="w", layer=0, bytes=40, dtype="float32", ready=2.0)
-    profile = Profile(name="m", device="cpu", batch=4, layers=(layer,), tensors=(tensor,))
-    job = from_profile(profile, name="j", workers=2, iterations=9, depths=ladder(2), off_device=0.25)
-    assert (job.forward, job.backward, job.persistent_bytes, job.ephemeral_bytes) == (1.0, 2.0, 40, 80)
-    assert job.shape().tasks == ((2.0, 3.0),)
 
 
 def test_a_schedule_draws_tasks_where_it_has_them_and_leases_otherwise() -> None:

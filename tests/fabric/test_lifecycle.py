@@ -21,7 +21,7 @@ TREE = shapes.fat_tree(4, hosts=2)
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dovetail.fabric.cli", *arguments],
+        [sys.executable, "-m", "dovetail", "fabric", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

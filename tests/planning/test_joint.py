@@ -23,9 +23,9 @@ from dovetail.planning import _Overlapped, _Setting, compare, depth
 from dovetail.planning.burst import BurstPlanner
 from dovetail.planning.burst_bound import fewest_seconds_per_byte, least_work, lower_bound
 from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
-from dovetail.planning.joint import Score, Search, throughput
+from dovetail.planning.joint import Joint, Score, throughput
 from dovetail.planning.joint_parts import AnyPlan, Question, combinations, shared_out
-from dovetail.simulate.joint import choose, open_search, score, timeline
+from dovetail.simulate.joint import choose, score, timeline
 
 from .oracle import exactly, made_network, made_profile, partitions
 
@@ -270,7 +270,7 @@ def test_the_ablation_adds_one_part_at_a_time() -> None:
 def test_a_plan_needs_no_cut_that_it_has() -> None:
     """Everything hides in any number of buckets; the fewest have the last gradient in a bucket of its own."""
     job = made_profile([1000] * 12, [0.1] * 12)
-    search = open_search(job, preset("10gbe-4"))
+    search = choose(job, preset("10gbe-4")).search
     for technique in ("merging", "overlap"):
         found = search.of(technique, 4)
         assert found is not None and isinstance(found.plan, Plan) and len(found.plan.buckets) <= 2
@@ -304,20 +304,20 @@ def test_partial_depth_is_only_for_those_who_allow_it() -> None:
 # What cannot be considered.
 
 
-def reasons(found_in: Search) -> dict[str, str]:
-    return {e.technique: e.why for e in found_in.excluded}
+def reasons(found: Joint) -> dict[str, str]:
+    return {e.technique: e.why for e in found.excluded}
 
 
 def test_burst_needs_several_measured_batches_and_says_how_to_get_them() -> None:
-    why = reasons(open_search(made_profile([100], [0.1]), preset("10gbe-4")))["burst"]
+    why = reasons(choose(made_profile([100], [0.1]), preset("10gbe-4")))["burst"]
     assert "only one local batch (8) was measured" in why and "dovetail profile MODEL --batches 8,16,32" in why
 
 
 def test_overlap_needs_both_halves_of_an_all_reduce_and_one_dtype() -> None:
-    only = reasons(open_search(made_profile([100], [0.1]), made_network(1e-3, 1e-9)))
+    only = reasons(choose(made_profile([100], [0.1]), made_network(1e-3, 1e-9)))
     assert "has no reduce_scatter" in only["overlap"] and "dovetail network" in only["overlap"]
     mixed = made_profile([100, 100], [0.1, 0.1], dtypes=["float32", "float16"])
-    both = reasons(open_search(mixed, preset("10gbe-4")))
+    both = reasons(choose(mixed, preset("10gbe-4")))
     assert "several dtypes" in both["merging"] and "one dtype" in both["overlap"]
     assert choose(mixed, preset("10gbe-4")).chosen.technique == "ddp"
 

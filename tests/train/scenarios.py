@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from dovetail import Tuning, planning
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
-from dovetail.train import tuner
+from dovetail.train import trials, tuner
 from dovetail.train.ddp import DistributedDataParallel
 from dovetail.train.observe import Step
 from dovetail.train.reducer import bucket_sizes
@@ -45,20 +45,27 @@ def preferring(position: int, *, by: float = 0.5) -> Iterator[None]:
 
     Only the candidates and their measured times are replaced; everything they lead to is real.
     """
-    real, real_candidates = tuner.Tuner._try, planning.candidates
+    real, real_candidates = tuner.compete, planning.candidates
 
     def three(profile: Profile, network: Network, **_: Any) -> list[Plan]:
         return [planning.plan(profile, network, policy=p) for p in ("ddp", "threshold:0.02", "per-tensor")]
 
-    def fake(self: tuner.Tuner, plans: list[Plan], which: int) -> Generator[None, Step, list[float]]:
-        seconds = yield from real(self, plans, which)
-        return [1.0 - by if which == position else 1.0 + 0.01 * which] * len(seconds)
+    def fake(*given: Any, use: Callable[[int], None], **more: Any) -> Generator[None, Step, int]:
+        now = 0
 
-    tuner.Tuner._try, planning.candidates = fake, three  # type: ignore[method-assign]
+        def using(which: int) -> None:
+            nonlocal now
+            now = which
+            use(which)
+
+        more["seconds"] = lambda step: 1.0 - by if now == position else 1.0 + 0.01 * now
+        return (yield from real(*given, use=using, **more))
+
+    tuner.compete, planning.candidates = fake, three
     try:
         yield
     finally:
-        tuner.Tuner._try, planning.candidates = real, real_candidates  # type: ignore[method-assign]
+        tuner.compete, planning.candidates = real, real_candidates
 
 
 def follows_torch(keep: int, **keywords: Any) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def doubtful(spread: float) -> bool:
         Trial(plan=plan, baseline=b, median=m, low=m * (1 - spread), high=m * (1 + spread), steps=8)
         for b, m in ((True, 1.0), (False, 0.97))
     ]
-    return tuner.noise(*both) < 0.03
+    return trials.fastest(both, margin=0.01) == 1
 
 
 def near_tie(gain: float) -> str:

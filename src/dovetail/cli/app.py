@@ -15,11 +15,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dovetail.cluster.cli import app as cluster
 from dovetail.core.errors import Error
-from dovetail.fabric.cli import app as fabric
 
 from . import measuring, planning, running, scheduling, viewing
+from .cluster import app as cluster
+from .fabric import app as fabric
 
 
 class Commands(TyperGroup):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import json as encoder
 import os
 import sys
 from collections.abc import Iterator
@@ -57,8 +57,17 @@ def builtins(noun: Noun) -> dict[str, Any]:
 
 def emit(data: Any) -> None:
     """The machine-readable result."""
-    sys.stdout.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    sys.stdout.write(encoder.dumps(data, indent=1, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+def result(data: Any, json: bool, *lines: str) -> None:
+    """The result as lines, or as JSON if that was asked for."""
+    if json:
+        emit(data)
+    else:
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
 
 
 def wrote(path: Path) -> None:

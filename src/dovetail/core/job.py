@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from .profile import Profile
 from .store import Bytes, Count, Index, Name, Noun, Record, Seconds
 from .timeline import Span, Timeline
 
@@ -188,30 +187,6 @@ def _shape(
 def ladder(workers: int) -> tuple[float, ...]:
     """Depths 1/k, 2/k, …, 1: every layer gets a gradient in every iteration."""
     return tuple((i + 1) / workers for i in range(workers))
-
-
-def from_profile(
-    profile: Profile,
-    *,
-    name: str,
-    workers: int,
-    iterations: int,
-    depths: tuple[float, ...] = (),
-    off_device: float = 0.0,
-    arrival: float = 0.0,
-) -> Job:
-    """A measured model as a job. Weights persist once; a task keeps every layer's output for the local batch."""
-    return Job(
-        name=name,
-        arrival=arrival,
-        phases=(Phase(iterations=iterations, workers=workers, depths=depths),),
-        forward=profile.forward_time(),
-        backward=profile.backward_time(),
-        off_device=off_device,
-        persistent_bytes=profile.parameter_bytes,
-        ephemeral_bytes=profile.parameter_bytes
-        + profile.batch * sum(layer.activation_bytes for layer in profile.layers),
-    )
 
 
 class Lease(Record, frozen=True, kw_only=True):

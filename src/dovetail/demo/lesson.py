@@ -14,7 +14,7 @@ from dovetail.measure.zoo import GPT
 from dovetail.simulate.channel import leave
 from dovetail.simulate.launch import report
 from dovetail.train.ddp import DistributedDataParallel
-from dovetail.train.tuner import Tuning
+from dovetail.train.trials import Tuning
 
 BATCH = 8
 QUICK = Tuning(warmup=2, measure=5, steps=2, network_seconds=1.0)

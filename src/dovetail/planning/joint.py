@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from dovetail.core.burst import BurstPlan
@@ -97,6 +97,8 @@ class Joint:
     """Of the objective: seconds, device-seconds, or devices' worth of useful work."""
     bound: float
     """No combination that was considered can be better than that."""
+    search: Search = field(repr=False, compare=False)
+    """Knows single combinations too: `search.of("burst", 8)`."""
 
     @property
     def gap(self) -> float:
@@ -250,6 +252,7 @@ class Search:
             excluded=tuple(self.excluded),
             value=sign * value,
             bound=sign * min([value, *open_ends]),
+            search=self,
         )
 
     def _better(self, a: Candidate, b: Candidate) -> bool:
@@ -278,8 +281,3 @@ class Search:
         found = [f for f in map(self.candidate, ddp) if f is not None and self.aim.reached(f.score)]
         best = min(found, key=lambda f: self.aim.cost(f.score), default=self.baseline)
         return best.combination.devices
-
-
-def search(question: Question, score: Callable[[AnyPlan], Score]) -> Joint:
-    """The best combination for a question by `score`, with the reasons."""
-    return Search(question, score).run()

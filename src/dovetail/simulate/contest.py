@@ -150,7 +150,7 @@ def _rank(spec: Spec) -> Any:
     from dovetail.train import agree, reducer
     from dovetail.train.ddp import DistributedDataParallel
     from dovetail.train.record import SETTLE
-    from dovetail.train.tuner import Tuning
+    from dovetail.train.trials import Tuning
 
     from .channel import leave, register
     from .device import emulated

@@ -50,34 +50,6 @@ def choose(
     `devices` defaults to the network's ranks and the global `batch` to the profile's own on each of them. For
     device-time and throughput an iteration may take `within` seconds, by default what torch's DDP takes on all devices.
     """
-    return open_search(
-        profile,
-        network,
-        devices=devices,
-        batch=batch,
-        objective=objective,
-        within=within,
-        task=task,
-        statistics=statistics,
-        memory=memory,
-        optimizer=optimizer,
-    ).run()
-
-
-def open_search(
-    profile: Profile,
-    network: Network,
-    *,
-    devices: int | None = None,
-    batch: int | None = None,
-    objective: Objective = "time",
-    within: float | None = None,
-    task: float = 0.0,
-    statistics: bool = False,
-    memory: int | None = None,
-    optimizer: float = 0.0,
-) -> Search:
-    """The search before it has looked at anything, for those who want to see single combinations too."""
     if objective not in OBJECTIVES:
         raise Error(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}")
     count = network.ranks if devices is None else devices
@@ -100,7 +72,7 @@ def open_search(
         memory=memory,
         optimizer=optimizer,
     )
-    return Search(question, partial(score, profile=profile, network=network, devices=count, task=task))
+    return Search(question, partial(score, profile=profile, network=network, devices=count, task=task)).run()
 
 
 def timeline(plan: AnyPlan, profile: Profile, network: Network) -> Timeline:

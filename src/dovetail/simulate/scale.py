@@ -14,7 +14,7 @@ from dovetail.planning.joint import Candidate
 from dovetail.planning.joint_parts import TECHNIQUES
 from dovetail.planning.policies import COMPARED
 
-from .joint import open_search
+from .joint import choose
 
 AUTO = "auto"
 """The technique that is the best combination of all."""
@@ -72,9 +72,8 @@ def techniques(
     points = []
     alone = profile.forward_time() + profile.backward_time()
     for count in devices:
-        search = open_search(profile, network, devices=count, statistics=statistics)
-        best = search.run().chosen
-        found = {name: search.of(name, count) for name in TECHNIQUES} | {AUTO: best}
+        best = choose(profile, network, devices=count, statistics=statistics)
+        found = {name: best.search.of(name, count) for name in TECHNIQUES} | {AUTO: best.chosen}
         for name, candidate in found.items():
             if candidate is not None:
                 iteration = candidate.score.iteration

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,8 +27,8 @@ from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 from . import agree
 from .exchange import Exchange
 from .halves import halves
-from .report import Report
-from .tuner import Tuning, exactly, noise, trials
+from .report import Report, Trial
+from .trials import Tuning, compete, exactly, ready_gaps
 
 if TYPE_CHECKING:
     from .sharded import ShardedOptimizer
@@ -136,23 +135,22 @@ class Planner:
             network=network,
             notes=(f"one all-reduce per bucket, without the second line, is predicted to take {alternative:.3f} s",),
         )
-        times: list[list[float]] = [[] for _ in plans]
-        dropped: set[int] = set()
-        for turn in range(tuning.rounds):
-            among = [i for i in range(len(plans)) if i not in dropped]
-            for i in reversed(among) if turn % 2 else among:
-                self._use(order, plans[i])
-                for _ in range(tuning.settle):
-                    yield
-                mine = []
-                for _ in range(tuning.steps):
-                    mine.append((yield).period)
-                # Ranks wait for each other in every step; the shortest version of it has the least of a rank's own.
-                times[i] += agree.smallest(mine, self._group, device)
-            best = min(float(np.median(t)) for t in times if t)
-            dropped |= {i for i in among if i and np.median(times[i]) > best * (1 + tuning.drop)}
-            self.report = replace(self.report, trials=trials(plans, times, dropped))
-        self._keep(order, plans)
+        kept = yield from compete(
+            plans,
+            tuning,
+            self._group,
+            device,
+            use=lambda i: self._use(order, plans[i]),
+            seconds=lambda step: step.period,
+            tell=self._tried,
+        )
+        self._use(order, plans[kept])
+        self.report = replace(self.report, state="done", kept=self.report.trials[kept], plan=plans[kept])
+        if self._exchange.rank == 0:
+            log.info("%s", self.report)
+
+    def _tried(self, trials: tuple[Trial, ...]) -> None:
+        self.report = replace(self.report, trials=trials)
 
     def _use(self, order: list[int], plan: Plan) -> None:
         optimizer = self._optimizer()
@@ -163,34 +161,14 @@ class Planner:
         if [list(b.members) for b in now] != members:
             optimizer.move(order, cuts)
 
-    def _keep(self, order: list[int], plans: list[Plan]) -> None:
-        tried = self.report.trials
-        fastest = min(range(len(tried)), key=lambda i: (tried[i].dropped, tried[i].median))
-        gain = tried[0].median - tried[fastest].median
-        if gain < tried[0].median * self._tuning.margin or gain < noise(tried[0], tried[fastest]):
-            fastest = 0
-        fastest = agree.from_first(fastest, self._group, self._exchange.device)
-        self._use(order, plans[fastest])
-        self.report = replace(self.report, state="done", kept=tried[fastest], plan=plans[fastest])
-        if self._exchange.rank == 0:
-            log.info("%s", self.report)
-
     def _profile(self, steps: list[Step]) -> tuple[list[int], Profile]:
         """Times all ranks agree on: the first rank's order, the slowest rank's times."""
         group, exchange = self._group, self._exchange
-        order = list(Counter(tuple(s.ready) for s in steps).most_common(1)[0][0])
-        order = agree.from_first(order, group, exchange.device)
-        usable = [s for s in steps if set(s.ready) == set(order)]
-        lacking = float(not usable or len(order) != len(exchange.slots))
-        if agree.largest([lacking], group, exchange.device)[0]:
-            raise Error("not every parameter got a gradient in every step: buckets cannot be planned from such steps")
-        # Gap by gap, a low quantile: what the machine did besides must not look like computation (see train.tuner).
-        stamps = np.maximum.accumulate([[s.ready[i] for i in order] for s in usable], axis=1)
-        gaps = np.quantile(np.diff(stamps, axis=1, prepend=0.0), 0.25, axis=0)
-        gaps *= np.quantile(stamps[:, -1], 0.25) / max(gaps.sum(), 1e-9)
-        forward = float(np.quantile([s.forward for s in usable], 0.25))
+        order, usable, gaps = ready_gaps([s.ready for s in steps], len(exchange.slots), group, exchange.device)
+        steps = [steps[n] for n in usable]
+        forward = float(np.quantile([s.forward for s in steps], 0.25))
         # What was not seen used counts as used at once, the earliest that can be.
-        used = [min(forward, float(np.median([s.used.get(i, 0.0) for s in usable]))) for i in order]
+        used = [min(forward, float(np.median([s.used.get(i, 0.0) for s in steps]))) for i in order]
         forward, *rest = agree.largest([forward, *gaps, *used], group, exchange.device)
         ready, used = np.cumsum(rest[: len(order)]), rest[len(order) :]
         turn = sorted(range(len(order)), key=lambda k: used[k])
@@ -217,7 +195,7 @@ class Planner:
             )
             for k, i in enumerate(order)
         )
-        source = f"{len(usable)} training steps; one layer for each parameter, from its first use on"
+        source = f"{len(steps)} training steps; one layer for each parameter, from its first use on"
         device = str(exchange.device)
         return order, Profile(name=self._name, device=device, source=source, batch=1, layers=layers, tensors=tensors)
 

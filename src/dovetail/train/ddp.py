@@ -21,7 +21,8 @@ from . import reducer
 from .integrations import check_environment, keep
 from .record import Recorder
 from .report import Report
-from .tuner import Tuner, Tuning
+from .trials import Tuning
+from .tuner import Tuner
 
 log = logging.getLogger("dovetail")
 

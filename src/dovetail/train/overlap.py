@@ -23,7 +23,7 @@ from .exchange import Exchange
 from .integrations import keep
 from .recording import Recording
 from .report import Report
-from .tuner import Tuning
+from .trials import Tuning
 
 if TYPE_CHECKING:
     from .sharded import ShardedOptimizer

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,51 +22,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 
 from . import agree, reducer
 from .observe import Observer, Step
 from .report import Report, Trial
+from .trials import Tuning, compete, exactly, ready_gaps
 
 log = logging.getLogger("dovetail")
 
 Story = Generator[None, Step, None]
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How much effort goes into finding a plan. With the defaults it takes about fifty training steps."""
-
-    warmup: int = 3
-    """Steps not looked at: the first ones allocate, compile and fill caches."""
-    measure: int = 10
-    """Steps whose gradient-ready times are taken."""
-    candidates: int = 4
-    """Bucketings to try, torch's own among them."""
-    settle: int = 2
-    """Steps after each exchange that do not count: torch puts buckets into ready order on the second."""
-    steps: int = 4
-    """Steps that count, per candidate and round."""
-    rounds: int = 2
-    """Rounds over the candidates, in alternating order, so that drift hits all alike."""
-    network_seconds: float = 3.0
-    """Time budget for measuring the network, spent once."""
-    margin: float = 0.01
-    """A plan must be this much faster than torch's own buckets to replace them."""
-    drop: float = 0.08
-    """A candidate this much slower than the best of the first round does not run in the second."""
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("warmup", 0),
-            ("measure", 1),
-            ("candidates", 2),
-            ("settle", 2),
-            ("steps", 1),
-            ("rounds", 1),
-        ):
-            if getattr(self, name) < least:
-                raise Error(f"Tuning.{name}: expected at least {least}, got {getattr(self, name)}")
 
 
 class Tuner:
@@ -157,56 +120,31 @@ class Tuner:
             network=network,
             notes=self._hint(profile, network),
         )
-        times: list[list[float]] = [[] for _ in plans]
-        dropped: set[int] = set()
-        for turn in range(tuning.rounds):
-            order = [i for i in range(len(plans)) if i not in dropped]
-            for i in reversed(order) if turn % 2 else order:
-                times[i] += yield from self._try(plans, i)
-            best = min(float(np.median(t)) for t in times if t)
-            dropped |= {i for i in order if i and np.median(times[i]) > best * (1 + tuning.drop)}
-            self.report = replace(self.report, trials=trials(plans, times, dropped))
-        self._keep(plans)
+        kept = yield from compete(
+            plans,
+            tuning,
+            self._group,
+            self._device,
+            use=lambda i: self._use(plans, i),
+            seconds=lambda step: step.total,
+            tell=self._tried,
+        )
+        self._use(plans, kept)
+        trial = self.report.trials[kept]
+        self.report = replace(self.report, state="done", kept=trial, plan=plans[kept] if kept else None)
+        if dist.get_rank(self._group) == 0:
+            log.info("%s", self.report)
 
-    def _try(self, plans: list[Plan], which: int) -> Generator[None, Step, list[float]]:
-        """Seconds that steps take with one candidate, the same on all ranks."""
-        self._use(plans, which)
-        for _ in range(self._tuning.settle):
-            yield
-        mine = []
-        for _ in range(self._tuning.steps):
-            mine.append((yield).total)
-        # A rank that came late to the step saw the shortest version of it, the one without waiting for itself.
-        return agree.smallest(mine, self._group, self._device)
+    def _tried(self, trials: tuple[Trial, ...]) -> None:
+        self.report = replace(self.report, trials=trials)
 
     def _use(self, plans: list[Plan], which: int) -> None:
         self._next = reducer.bucket_config(plans[which].caps_mib()) if which else self._baseline
 
-    def _keep(self, plans: list[Plan]) -> None:
-        trials = self.report.trials
-        fastest = min(range(len(trials)), key=lambda i: (trials[i].dropped, trials[i].median))
-        gain = trials[0].median - trials[fastest].median
-        if gain < trials[0].median * self._tuning.margin or gain < noise(trials[0], trials[fastest]):
-            fastest = 0
-        fastest = agree.from_first(fastest, self._group, self._device)
-        self._use(plans, fastest)
-        self.report = replace(self.report, state="done", kept=trials[fastest], plan=plans[fastest] if fastest else None)
-        if dist.get_rank(self._group) == 0:
-            log.info("%s", self.report)
-
     def _profile(self, steps: list[Step]) -> Profile:
         """Ready times all ranks agree on: the first rank's order, as in torch; the slowest rank's times."""
-        order = Counter(tuple(i for i, _ in s.ready) for s in steps).most_common(1)[0][0]
-        order = agree.from_first(order, self._group, self._device)
-        usable = [dict(s.ready) for s in steps if {i for i, _ in s.ready} == set(order)]
-        missing = agree.largest([float(not usable or len(order) != len(self._names))], self._group, self._device)[0]
-        if missing:
-            raise Error("not every parameter got a gradient in every step: buckets cannot be planned from such steps")
-        # Gap by gap, a low quantile: what the machine did besides must not look like computation, or the plan splits
-        # too finely. Low quantiles add up to less than any step took, so they only share out a low total.
-        stamps = np.maximum.accumulate([[ready[i] for i in order] for ready in usable], axis=1)
-        gaps = np.quantile(np.diff(stamps, axis=1, prepend=0.0), 0.25, axis=0)
-        gaps *= np.quantile(stamps[:, -1], 0.25) / max(gaps.sum(), 1e-9)
+        seen = [dict(s.ready) for s in steps]
+        order, usable, gaps = ready_gaps(seen, len(self._names), self._group, self._device)
         forward = float(np.quantile([s.forward for s in steps], 0.25))
         forward, *gaps_agreed = agree.largest([forward, *gaps], self._group, self._device)
         ready = np.cumsum(gaps_agreed)
@@ -282,27 +220,3 @@ def _own_policy(config: Any) -> str:
     if config.first_bucket_bytes_cap < config.bucket_bytes_cap:
         return "ddp"
     return f"threshold:{config.bucket_bytes_cap / 2**20:g}"
-
-
-def trials(plans: list[Plan], times: list[list[float]], dropped: set[int]) -> tuple[Trial, ...]:
-    trials = []
-    for i, (plan, seconds) in enumerate(zip(plans, times, strict=True)):
-        low, median, high = (float(q) for q in np.quantile(seconds, [0.1, 0.5, 0.9]))
-        trials.append(
-            Trial(
-                plan=plan, baseline=i == 0, median=median, low=low, high=high, steps=len(seconds), dropped=i in dropped
-            )
-        )
-    return tuple(trials)
-
-
-def noise(one: Trial, other: Trial) -> float:
-    """The standard error of the difference of two medians, in seconds.
-
-    For normal noise a tenth and a ninetieth percentile are 2.56 σ apart, and a median varies by 1.25 σ/√n.
-    """
-    return math.hypot(*(1.25 * (t.high - t.low) / 2.56 / math.sqrt(t.steps) for t in (one, other)))
-
-
-def exactly(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json as encoder
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from . import shell
 
 
 def replay(
@@ -18,32 +18,30 @@ def replay(
     home: Annotated[
         Path | None, typer.Option("--home", metavar="DIR", help="The cluster's folder; it need not be running.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, and nothing else there.")] = False,
+    json: shell.Json = False,
 ) -> None:
     """Play the recorded jobs again in the simulator: its makespan beside the measured one, and other policies'."""
-    from .home import default_home
-    from .replay import play, read
+    from dovetail.cluster.home import default_home
+    from dovetail.cluster.replay import play, read
 
     run = read(home or default_home(), since=since)
     others = [name for name in dict.fromkeys(policy.split(",")) if name and name != run.policy]
     plays = [play(run, policy=name) for name in (run.policy, *others)]
-    if json:
-        data = {
-            "policy": run.policy,
-            "emulated": run.emulated,
-            "devices": run.cluster.devices,
-            "jobs": len(run.jobs),
-            "measured": run.makespan,
-            "overhead": run.overhead,
-            "jitter": run.jitter,
-            "error": plays[0].comparison.error,
-            "predicted": {p.policy: p.comparison.predicted for p in plays},
-        }
-        sys.stdout.write(encoder.dumps(data, indent=1) + "\n")
-        return
     kind = "emulated devices" if run.emulated else "devices"
-    print(f"{len(run.jobs)} jobs on {run.cluster.devices} {kind} under {run.policy}: {run.makespan:.2f} s measured")
+    lines = [f"{len(run.jobs)} jobs on {run.cluster.devices} {kind} under {run.policy}: {run.makespan:.2f} s measured"]
     for p in plays:
         same = p.policy == run.policy
         said = f"{p.comparison.error:+.1%} of the measured" if same else "had it run"
-        print(f"  {p.policy}: {p.comparison.predicted:.2f} s predicted, {said}")
+        lines.append(f"  {p.policy}: {p.comparison.predicted:.2f} s predicted, {said}")
+    data = {
+        "policy": run.policy,
+        "emulated": run.emulated,
+        "devices": run.cluster.devices,
+        "jobs": len(run.jobs),
+        "measured": run.makespan,
+        "overhead": run.overhead,
+        "jitter": run.jitter,
+        "error": plays[0].comparison.error,
+        "predicted": {p.policy: p.comparison.predicted for p in plays},
+    }
+    shell.result(data, json, *lines)

@@ -15,10 +15,11 @@ import typer
 
 from dovetail.core.errors import InputError
 
+from . import shell
 from .replaying import replay
 
 if TYPE_CHECKING:
-    from .client import Client
+    from dovetail.cluster.client import Client
 
 app = typer.Typer(
     name="cluster",
@@ -34,22 +35,14 @@ HomeOption = Annotated[
 ]
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="A cluster on another machine; needs --token-file.")]
 Token = Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="The token of the cluster at --url.")]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, and nothing else there.")]
 JobNumber = Annotated[int, typer.Argument(metavar="JOB", min=1, help="Its number.")]
 
 
 def _client(home: Path | None, url: str, token_file: Path | None, **options: Any) -> Client:
-    from .client import Client
-    from .local import read_token
+    from dovetail.cluster.client import Client
+    from dovetail.cluster.local import read_token
 
     return Client(url or home, read_token(token_file) if token_file else "", **options)
-
-
-def _emit(data: Any, json: bool, *lines: str) -> None:
-    import json as encoder
-
-    sys.stdout.write((encoder.dumps(data, indent=1) if json else "\n".join(lines)) + "\n")
-    sys.stdout.flush()
 
 
 @app.command()
@@ -66,12 +59,12 @@ def up(
         Path | None, typer.Option("--token-file", metavar="FILE", help="Every request must carry the token in it.")
     ] = None,
     home: HomeOption = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """Start a cluster, and go on with the jobs that were there. Running already: says so."""
     from dataclasses import asdict
 
-    from . import local
+    from dovetail.cluster import local
 
     start = time.monotonic()
     address, ran = local.up(
@@ -84,20 +77,20 @@ def up(
     facts = {**asdict(address), "url": address.url, "ran_already": ran, "devices": count, "policy": status["policy"]}
     said = "runs already" if ran else f"up in {took:.1f} s"
     line = f"{said}: {count} {kind}, policy {status['policy']}, {address.url}"
-    _emit(facts, json, line, f"to watch it in a browser: {address.url}/")
+    shell.result(facts, json, line, f"to watch it in a browser: {address.url}/")
 
 
 @app.command()
 def down(
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds for running jobs to write checkpoints.")] = 10.0,
     home: HomeOption = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """End the cluster. Jobs stay in its store and go on with the next `up`."""
-    from . import local
+    from dovetail.cluster import local
 
     ran = local.down(home, grace=grace)
-    _emit({"down": True, "ran": ran}, json, "down" if ran else "no cluster was running")
+    shell.result({"down": True, "ran": ran}, json, "down" if ran else "no cluster was running")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -121,7 +114,7 @@ def submit(
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """Hand in a job. It is safely stored when this returns."""
     import uuid
@@ -149,7 +142,7 @@ def submit(
             time.sleep(0.1)
             job = _patiently(lambda: client.job(number), limit=60.0)
     line = f"job {job['job']} ({job['name']}): {job['state']}"
-    _emit(job, json, f"{line}: {job['reason']}" if job.get("reason") else line)
+    shell.result(job, json, f"{line}: {job['reason']}" if job.get("reason") else line)
     if wait and job["state"] != "finished":
         raise typer.Exit(1)
 
@@ -175,7 +168,7 @@ def _name(file: Path) -> str:
 
 def _patiently(ask: Callable[[], dict[str, Any]], *, limit: float = 10.0) -> dict[str, Any]:
     """Asks again while the coordinator is being restarted; the supervisor keeps its address."""
-    from .client import Unreachable
+    from dovetail.cluster.client import Unreachable
 
     end = time.monotonic() + limit
     while True:
@@ -193,17 +186,15 @@ def status(
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """Devices and jobs."""
     client = _client(home, url, token_file)
     found = client.status()
     if json:
-        _emit(found, True)
+        shell.emit(found)
         return
-    from dovetail.cli import shell
-
-    from .display import draw
+    from dovetail.cluster.display import draw
 
     if not watch:
         shell.show(*draw(found))
@@ -225,19 +216,17 @@ def page(
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """The address of the cluster's page: who runs where now, how far jobs are, why others wait."""
-    from dovetail.cli import shell
-
-    from .client import Client, Refused
+    from dovetail.cluster.client import Client, Refused
 
     client = _client(home, url, token_file)
     if job is not None:
         client.job(job)
     client.raw("/")  # what keeps it from being shown is told here, and not to a browser
     where = f"{client.url}/" + (f"#job-{job}" if job else "")
-    _emit({"url": where}, json, where)
+    shell.result({"url": where}, json, where)
     try:
         Client(client.url).status(jobs=False)
     except Refused:
@@ -247,10 +236,14 @@ def page(
 
 
 @app.command()
-def why(job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: Json = False) -> None:
+def why(
+    job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: shell.Json = False
+) -> None:
     """Why a job waits, or is slow."""
     found = _client(home, url, token_file).why(job)
-    _emit(found, json, f"job {found['job']} ({found['name']}): {found['state']}", *(f"  {w}" for w in found["why"]))
+    shell.result(
+        found, json, f"job {found['job']} ({found['name']}): {found['state']}", *(f"  {w}" for w in found["why"])
+    )
 
 
 @app.command()
@@ -260,13 +253,13 @@ def logs(
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """What a job printed, and what happened to it."""
     client = _client(home, url, token_file)
     found = client.logs(job)
     if json:
-        _emit(found, True)
+        shell.emit(found)
         return
     while True:
         sys.stdout.write(found["text"])
@@ -281,10 +274,10 @@ def logs(
 
 def _change(verb: str, past: str) -> Callable[..., None]:
     def change(
-        job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: Json = False
+        job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: shell.Json = False
     ) -> None:
         found = getattr(_client(home, url, token_file), verb)(job)
-        _emit(found, json, f"job {found['job']} ({found['name']}): {past}")
+        shell.result(found, json, f"job {found['job']} ({found['name']}): {past}")
 
     change.__name__ = verb
     return change

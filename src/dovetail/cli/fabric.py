@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json as _json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from . import shell
 
 app = typer.Typer(
     name="fabric",
@@ -18,13 +18,7 @@ app = typer.Typer(
     help="Policy-compliant routing in the data plane: emulated switches and hosts, real packets.",
 )
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Which fabric; not needed while there is only one.")]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, and nothing else there.")]
 LinkName = Annotated[str, typer.Argument(metavar="A-B", help="A link, by the names of its switches.")]
-
-
-def _emit(data: Any, json: bool, *lines: str) -> None:
-    sys.stdout.write((_json.dumps(data, indent=1) if json else "\n".join(lines)) + "\n")
-    sys.stdout.flush()
 
 
 @app.command()
@@ -41,13 +35,13 @@ def up(
         str, typer.Option(metavar="tc|xdp", help="Where the programs sit; at tc segments of 64 KiB stay whole.")
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check topology and policy; build nothing.")] = False,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """Build a fabric. If it is up already, bring its policy to what the file says, without a window in between."""
-    from . import emulate, hooks
-    from .dataplane import addresses
-    from .policy import compile_policy
-    from .topology import from_document, load, read_yaml
+    from dovetail.fabric import emulate, hooks
+    from dovetail.fabric.dataplane import addresses
+    from dovetail.fabric.policy import compile_policy
+    from dovetail.fabric.topology import from_document, load, read_yaml
 
     document: dict[str, Any] = {}
     if topology.suffix == ".gml":
@@ -64,7 +58,9 @@ def up(
         typer.echo(f"note: {warning}", err=True)
     size = f"{len(plan.switches)} switches, {len(plan.links)} links, {len(plan.hosts)} hosts"
     if dry_run:
-        _emit({"topology": plan.name, "policies": len(policies.automata)}, json, f"{plan.name}: {size}; policy holds")
+        shell.result(
+            {"topology": plan.name, "policies": len(policies.automata)}, json, f"{plan.name}: {size}; policy holds"
+        )
         return
     fabric = emulate.up(plan, document, name=name, hook=hook)
     try:
@@ -74,15 +70,15 @@ def up(
         facts["hook"] = fabric.plane.hook
         first = list(hosts.items())[:4]
         shown = ", ".join(f"{h} {a}" for h, a in first) + (", …" if len(hosts) > 4 else "")
-        _emit(facts, json, f"{name}: {size} (emulated), tables {generation}", f"hosts: {shown}")
+        shell.result(facts, json, f"{name}: {size} (emulated), tables {generation}", f"hosts: {shown}")
     finally:
         fabric.close()
 
 
 @app.command()
-def status(name: Name = None, json: Json = False) -> None:
+def status(name: Name = None, json: shell.Json = False) -> None:
     """Links that are not up, and what the switches counted."""
-    from . import emulate, looking
+    from dovetail.fabric import emulate, looking
 
     fabric = emulate.find(name)
     try:
@@ -96,7 +92,7 @@ def status(name: Name = None, json: Json = False) -> None:
         ]
         lines += [f"{k:>20} {v:,}" for k, v in facts["counters"].items() if v]
         lines += [f"{s} heard that {', '.join(b)} failed" for s, b in list(facts["believed"].items())[:8]]
-        _emit(facts, json, *lines)
+        shell.result(facts, json, *lines)
     finally:
         fabric.close()
 
@@ -109,10 +105,10 @@ def fail(
         bool, typer.Option("--drain", help="Take it out of service in good order: nothing is lost.")
     ] = False,
     name: Name = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """Break a link: carrier lost at both ends, at once."""
-    from . import emulate
+    from dovetail.fabric import emulate
 
     if silent and drain:
         raise typer.BadParameter("choose one of --silent and --drain")
@@ -121,7 +117,7 @@ def fail(
         index = fabric.topology.find_link(link)
         fabric.fail(index, how="silent" if silent else "drained" if drain else "down")
         state = fabric.link_state(index)
-        _emit({"link": fabric.topology.link_name(index), "state": state}, json, f"{link}: {state}")
+        shell.result({"link": fabric.topology.link_name(index), "state": state}, json, f"{link}: {state}")
     finally:
         fabric.close()
 
@@ -130,10 +126,10 @@ def fail(
 def heal(
     link: Annotated[str | None, typer.Argument(metavar="A-B", help="A link; without one, all of them.")] = None,
     name: Name = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """Bring a link back, or all."""
-    from . import emulate
+    from dovetail.fabric import emulate
 
     fabric = emulate.find(name)
     try:
@@ -141,7 +137,7 @@ def heal(
         for index in wanted:
             fabric.heal(index)
         healed = [fabric.topology.link_name(i) for i in wanted]
-        _emit({"healed": healed}, json, f"up: {', '.join(healed) or 'all links were'}")
+        shell.result({"healed": healed}, json, f"up: {', '.join(healed) or 'all links were'}")
     finally:
         fabric.close()
 
@@ -152,13 +148,13 @@ def check(
     most: Annotated[int, typer.Option(min=1, help="Sample this many probes where there would be more.")] = 20_000,
     ipv6: Annotated[bool, typer.Option("--ipv6", help="Probe with IPv6.")] = False,
     name: Name = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """Send real probes between all hosts, compare each path with the oracle; fail if one breaks the policy."""
     from dataclasses import asdict
 
-    from . import check as checking
-    from . import emulate
+    from dovetail.fabric import check as checking
+    from dovetail.fabric import emulate
 
     fabric = emulate.find(name)
     try:
@@ -173,7 +169,7 @@ def check(
         f"hops {report.stretch:.3f} × the fewest possible",
         *[f"  {line}" for line in report.faults[:10]],
     ]
-    _emit({**asdict(report), "holds": report.holds, "stretch": report.stretch}, json, *lines)
+    shell.result({**asdict(report), "holds": report.holds, "stretch": report.stretch}, json, *lines)
     if not report.holds:
         raise typer.Exit(1)
 
@@ -185,13 +181,13 @@ def trace(
     flow: Annotated[int, typer.Option(min=0, help="Another flow may take another of the equal paths.")] = 0,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Destination port: a class may be of one port.")] = 9,
     name: Name = None,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """The path of one real probe from A to B, and why it is this one."""
     from dataclasses import asdict
 
-    from . import check as checking
-    from . import emulate
+    from dovetail.fabric import check as checking
+    from dovetail.fabric import emulate
 
     fabric = emulate.find(name)
     try:
@@ -200,7 +196,7 @@ def trace(
     finally:
         fabric.close()
     way = " → ".join((found.source, *found.walk, found.target)) if found.walk else f"{found.source} ✗ {found.target}"
-    _emit(asdict(found), json, way, f"policy {found.policy!r}: {found.why}")
+    shell.result(asdict(found), json, way, f"policy {found.policy!r}: {found.why}")
 
 
 @app.command()
@@ -212,8 +208,8 @@ def heartbeat(
     """Find links that fail in silence, until interrupted: every switch says something on every link."""
     import time
 
-    from . import emulate
-    from .heartbeat import Heartbeat
+    from dovetail.fabric import emulate
+    from dovetail.fabric.heartbeat import Heartbeat
 
     fabric = emulate.find(name)
     try:
@@ -232,7 +228,7 @@ def execute(
     name: Name = None,
 ) -> None:
     """Run a command on a host of the fabric."""
-    from . import emulate
+    from dovetail.fabric import emulate
 
     fabric = emulate.find(name)
     try:
@@ -246,29 +242,14 @@ def execute(
 def down(
     name: Name = None,
     everything: Annotated[bool, typer.Option("--all", help="Every fabric, whoever built it.")] = False,
-    json: Json = False,
+    json: shell.Json = False,
 ) -> None:
     """Remove a fabric and all that runs in it, also after an interrupted `up`. Nothing else is touched."""
-    from . import emulate
+    from dovetail.fabric import emulate
 
     names = [name] if name and not everything else emulate.standing()
     if len(names) > 1 and not everything:
         raise typer.BadParameter(f"several fabrics are up: {', '.join(names)}; choose with --name, or --all")
     removed = {n: emulate.down(n) for n in names}
     lines = [f"{n}: removed {count} namespaces" for n, count in removed.items()]
-    _emit(removed, json, *(lines or ["no fabric is up"]))
-
-
-def main() -> None:
-    """The fabric's commands on their own: `python -m dovetail.fabric.cli`."""
-    from dovetail.core.errors import Error
-
-    try:
-        app(prog_name="dovetail fabric")
-    except Error as e:
-        typer.echo(f"dovetail: {e}", err=True)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    shell.result(removed, json, *(lines or ["no fabric is up"]))
