@@ -59,9 +59,10 @@ demo: env
 KILLS := tests/cluster/test_chaos.py
 LIVE := $(addprefix tests/cluster/test_,$(addsuffix .py,examples executor_real gang load local_engine ray))
 
-# Three files at a time, since many tests wait; the fabric's tests, which watch kernels forward packets, by themselves.
+# Three files at a time, since many tests wait, in the order of tests/conftest.py; the fabric's tests, which watch
+# kernels forward packets, by themselves.
 test: env lint
-	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --ignore tests/fabric $(addprefix --ignore ,$(KILLS) $(LIVE))
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/fabric $(addprefix --ignore ,$(KILLS) $(LIVE))
 	@$(BIN)/python -m pytest -q tests/fabric $(KILLS)
 
 test-cluster: env

@@ -55,6 +55,7 @@ CELLS = [
     Cell("ResNet-50", 1.0),
     Cell("ResNet-50", 1.4),
     Cell("ResNet-50", 1.8),
+    Cell("ViT-like", 1.0),
     Cell("ViT-like", 1.4),
     Cell("ResNet-50", 0.4),
 ]
@@ -88,6 +89,7 @@ def main() -> None:
                 file.write(msgspec.json.encode(rows) + b"\n")
     if args.keep and args.most is not None and len(todo) > args.most:
         return
+    cells.sort(key=lambda r: [(c.model, c.regime) for c in CELLS].index((r["model"], r["regime"])))
     finish("overlap", args, cells, [*contest_checks(cells), training_check(120 if args.quick else 300)])
 
 

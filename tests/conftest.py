@@ -16,6 +16,29 @@ settings.load_profile("dovetail")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = (
+    "test_examples.py",
+    "test_demo.py",
+    "train/test_run.py",
+    "train/test_partial.py",
+    "train/test_ddp.py",
+    "docs/test_tutorial.py",
+    "train/test_burst.py",
+    "reference/test_cluster_traces.py",
+    "train/test_overlap.py",
+    "simulate/test_cluster_fluid.py",
+    "train/test_partial_run.py",
+    "simulate/test_contest.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: several run at a time, and none should be left to run alone at the end."""
+    here = Path(__file__).parent
+    place = {here / name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
 @pytest.fixture(scope="session")
 def reference_data() -> Path:
     """Published data beside the checkout; tests that need it skip where it is absent."""

@@ -103,8 +103,9 @@ def _lesson(steps: int) -> Lesson:
 
 def _show_lesson(say: Callable[..., None], lesson: Lesson) -> None:
     table = Table(box=None, padding=(0, 2))
-    table.add_column("loss at step", justify="left")
-    marks = [0, *range(19, len(lesson.losses["torch"]), 20)]
+    table.add_column("loss at step", justify="left", no_wrap=True)
+    steps = len(lesson.losses["torch"])
+    marks = [0, *(steps * quarter // 4 - 1 for quarter in (1, 2, 3, 4))]
     for mark in marks:
         table.add_column(str(mark + 1), justify="right")
     for name, losses in lesson.losses.items():

@@ -87,12 +87,10 @@ def lines(s: Story) -> list[Line]:
     if s.outcome.kept is None:
         changed = NOTHING
     first = Line(THEIRS, *measured("ddp"), f"gradients travel in {units.count(theirs.buckets, 'message')}")
+    second = Line(OURS, *measured(DOVETAIL), changed)
     forward = s.forward.prediction.iteration * first.seconds / theirs.predicted
-    return [
-        first,
-        Line(OURS, *measured(DOVETAIL), changed),
-        Line(f"{OURS} + forward", forward, None, "predicted: hidden behind forward too"),
-    ]
+    gains = "hidden behind forward too" if forward < second.seconds else "no gain beyond that here"
+    return [first, second, Line(f"{OURS} + forward", forward, None, f"predicted: {gains}")]
 
 
 def table(found: list[Line], title: str) -> Table:
