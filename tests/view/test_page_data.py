@@ -132,8 +132,8 @@ def test_what_was_measured_twice_is_compared_and_a_prediction_stands_beside_its_
     made = document(sort([example.profile(), example.network(), slow, quick, guess]))
     assert [b.label for b in made.lead.bars] == ["theirs", "ours"], "what ran needs no prediction of itself"
     assert made.lead.more[0] == (
-        "ours is measured at 119 ms, theirs at 128 ms: 1.08 times as fast, because less of the communication is left "
-        "in the open."
+        "ours is measured at 119 ms, theirs at 128 ms: 1.08 times as fast, because less of the communication is "
+        "exposed."
     )
     assert made.compared is not None and made.compared.sentence == "The prediction and the measurement agree."
     back = document(sort([quick, slow])).lead.more[0]

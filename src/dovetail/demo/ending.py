@@ -154,9 +154,8 @@ def _contents(s: Story) -> Any:
         beside=[s.halves],
         only=shown,
     )
-    return replace(
-        found, notes=tuple(f"dovetail tried its plans in real steps. {t[:1].upper()}{t[1:]}." for t in tried)
-    )
+    saw = "In its own trial steps, before this run, dovetail saw"
+    return replace(found, notes=tuple(f"{saw}: {t.replace('%', ' %')}." for t in tried))
 
 
 def as_json(found: list[Line]) -> list[dict[str, Any]]:

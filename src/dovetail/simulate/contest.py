@@ -26,7 +26,7 @@ from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.scratch import scratch
-from dovetail.core.timeline import Timeline
+from dovetail.core.timeline import Span, Timeline
 
 DOVETAIL = "dovetail"
 """The contestant that plans for itself."""
@@ -206,9 +206,9 @@ def _rank(spec: Spec) -> Any:
     for name in ("ddp", DOVETAIL):
         reducer.exchange(model, configs[name])
         with model.record() as recording:
-            for _ in range(SETTLE + 1):
+            for _ in range(SETTLE + 3):
                 step()
-        timelines[name] = msgspec.structs.replace(recording.timeline(emulated=True), name=name)
+        timelines[name] = msgspec.structs.replace(_usual(recording.timeline(emulated=True)), name=name)
     outcome = Outcome(
         network=network,
         entries=tuple(
@@ -230,6 +230,20 @@ def _rank(spec: Spec) -> Any:
     )
     leave()
     return msgspec.to_builtins(outcome)
+
+
+def _usual(recorded: Timeline) -> Timeline:
+    """Of the recorded steps the one of median length, from zero on."""
+    steps: list[list[Span]] = []
+    for span in recorded.spans:
+        if span.kind == "forward":
+            steps.append([])
+        steps[-1].append(span)
+    steps.sort(key=lambda spans: max(s.stop for s in spans) - spans[0].start)
+    usual = steps[len(steps) // 2]
+    origin = usual[0].start
+    moved = [msgspec.structs.replace(s, start=s.start - origin, stop=s.stop - origin) for s in usual]
+    return msgspec.structs.replace(recorded, spans=tuple(moved))
 
 
 def _plans(spec: Spec, network: Network, workers: int) -> dict[str, Plan]:

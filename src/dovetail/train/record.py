@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import time
 from typing import Any
 
@@ -28,6 +30,7 @@ class Recorder:
         self._rank = dist.get_rank(ddp.process_group)
         parameters = [p for p in ddp._module_parameters if p.requires_grad]
         self._observer = Observer(ddp, parameters, self._end_of_step)
+        self._at_once = _at_once(ddp.process_group)
         self._start = self._forward_end = 0.0
         self._sent: list[tuple[int, float]] = []
         self._done: dict[int, float] = {}
@@ -75,12 +78,14 @@ class Recorder:
             self._origin = self._start
         compute, network = f"rank {self._rank}/compute", f"rank {self._rank}/network"
         self._span(compute, "forward", "forward", self._start, self._forward_end)
-        at, free = self._forward_end, 0.0
+        at, free = self._forward_end, [0.0] * self._at_once
         for number, (nbytes, sent) in enumerate(self._sent):
             self._span(compute, f"backward to bucket {number}", "backward", at, sent)
-            # One bucket waits for another on the wire: it counts from when the wire is free.
-            begin, free = max(sent, free), self._done.get(number, sent)
-            self._span(network, f"bucket {number}", "communication", min(begin, free), free, nbytes)
+            # A bucket waits until one of those before it is done, and counts from then.
+            done = self._done.get(number, sent)
+            begin = min(max(sent, heapq.heappop(free)), done)
+            heapq.heappush(free, done)
+            self._span(network, f"bucket {number}", "communication", begin, done, nbytes)
             at = sent
 
     def _span(self, track: str, name: str, kind: Any, start: float, stop: float, nbytes: int = 0) -> None:
@@ -88,3 +93,12 @@ class Recorder:
         self._spans.append(
             Span(track=track, name=name, kind=kind, start=start - self._origin, stop=stop - self._origin, bytes=nbytes)
         )
+
+
+def _at_once(group: dist.ProcessGroup) -> int:
+    """How many all-reduces of a group go on at a time: gloo has several threads, two by default."""
+    if dist.get_backend(group) == "gloo":
+        with contextlib.suppress(AttributeError, RuntimeError):
+            options: Any = group._get_backend(torch.device("cpu")).options
+            return int(options._threads)
+    return 1

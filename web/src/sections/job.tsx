@@ -47,7 +47,9 @@ export function Profile({ layers: p }: { layers: Layers }) {
 }
 
 export function Plan({ plan }: { plan: Planned }) {
-  const default_ = plan.policies.find((p) => p.name.startsWith("ddp"));
+  // Where both modes stand in one table, torch's own is the one that sends whole all-reduces.
+  const named = (name: string) => plan.policies.find((p) => p.name === name);
+  const default_ = named("ddp (all-reduce)") ?? named("ddp");
   return (
     <article>
       <h3>{plan.title}</h3>

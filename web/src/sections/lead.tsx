@@ -21,16 +21,19 @@ export function Lead({ lead }: { lead: LeadData }) {
             <Figure name="Communication, hidden" color={COLORS.communication} value={now.hidden} total={now.total} behind
               note="goes on behind computing and costs no time" />
             <Figure name="Communication, exposed" color={COLORS.exposed} value={now.exposed} total={now.total}
-              note="devices wait for it: this is what a plan can win" />
+              note="devices wait for it: a plan can win some of this" />
           </dl>
           <Bars bars={lead.bars} />
           <p class="intro reading">How to read this: in every iteration each device computes forward and backward on its
             own part of the data; then all need the sum of their gradients, which the network adds up. Backward finishes
             gradients one after the other, so most can travel while it goes on: that part is hidden. What is still
-            on its way when backward ends, everybody waits for: that part is exposed.</p>
+            on its way when backward ends, everybody waits for: that part is exposed.
+            {lead.bars.some((b) => b.emulated) && " Emulated devices wait for the time of every layer instead of computing" +
+              " it; their gradients and their links are real."}</p>
           <p class="intro reading next">What dovetail changes: the same gradients are cut into other messages, chosen for this
-            model on this network, so that more of them are hidden. With overlap="forward" they travel behind the next
-            forward pass too. What is learned stays the same.</p>
+            model on this network, so that more of them are hidden. That takes one line of a script:{" "}
+            <code>from dovetail import DistributedDataParallel as DDP</code>. With <code>overlap="forward"</code> they travel
+            behind the next forward pass too. What is learned stays the same.</p>
         </>
       )}
     </section>

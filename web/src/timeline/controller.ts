@@ -197,7 +197,7 @@ export class Controller {
     const parts = [
       spans.label(span), spans.drawn.looks[spans.look[span]].label, seconds(spans.stop[span] - spans.start[span]),
       `from ${seconds(spans.start[span])} to ${seconds(spans.stop[span])}`, ...(bytes ? [size(bytes)] : []),
-      `${label}, ${spans.drawn.source}`,
+      `${label}, ${spans.drawn.source}${this.layout.blocks.length > 1 ? `: ${spans.drawn.name}` : ""}`,
     ];
     return parts.filter((p, i) => parts.indexOf(p) === i).join(" · ");
   }

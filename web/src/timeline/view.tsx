@@ -88,7 +88,7 @@ function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
             ))}
             {plan.tracks.map((t, i) => (
               <button type="button" class="label" data-track={i} style={{ top: `${t.top}px`, height: `${ROW}px` }}
-                title={t.label} aria-label={`${t.label}, ${t.spans.drawn.source}: ${plural(t.stop - t.first, "span")}`}>
+                title={t.label} aria-label={`${t.label}, ${t.spans.drawn.source}${plan.blocks.length > 1 ? `, ${t.spans.drawn.name}` : ""}: ${plural(t.stop - t.first, "span")}`}>
                 {t.label}
               </button>
             ))}
@@ -110,7 +110,7 @@ function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
   );
 }
 
-const HINT = "Point at a span, or press Tab and the arrow keys. Drag to move, Ctrl and wheel to zoom.";
+const HINT = "Point at a span, or press Tab and the arrow keys; Enter zooms to it, 0 shows all. Drag to move, Ctrl and wheel zoom.";
 
 /** Every look that occurs, once. */
 function looks(all: Spans[]): Look[] {
@@ -132,7 +132,7 @@ function act(me: Controller, event: KeyboardEvent, track: number, labels: HTMLEl
     case "+": case "=": me.zoom(0.5); return true;
     case "-": case "_": case "−": me.zoom(2); return true;
     case "0": me.fit(); return true;
-    case "Enter": if (me.selected) me.zoomToSelected(); else me.step(track, 0); return true;
+    case "Enter": if (me.selected?.track === track) me.zoomToSelected(); else me.step(track, 0); return true;
     case "Escape": me.select(null); return true;
     default: return false;
   }

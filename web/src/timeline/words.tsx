@@ -26,22 +26,29 @@ export function Totals({ plan }: { plan: Layout }) {
 }
 
 export function Visible({ plan, view }: { plan: Layout; view: View }) {
-  const rows: { label: string; name: string; look: string; start: number; stop: number; bytes: number }[] = [];
-  let all = 0;
-  for (const { spans, label, first, stop } of plan.tracks) {
-    const i = spans.endingAfter(first, stop, view.from);
-    const j = spans.startingFrom(Math.min(i, stop), stop, view.to);
-    all += Math.max(0, j - i);
+  const seen = plan.tracks.map((track) => {
+    const i = track.spans.endingAfter(track.first, track.stop, view.from);
+    return { ...track, i, j: Math.max(i, track.spans.startingFrom(Math.min(i, track.stop), track.stop, view.to)) };
+  });
+  const all = seen.reduce((sum, { i, j }) => sum + j - i, 0);
+  // Where not all have room, the tracks of few spans come first: a few buckets tell more than many layers.
+  if (all > MOST) seen.sort((a, b) => a.j - a.i - (b.j - b.i));
+  const rows: {
+    label: string; timeline: string; name: string; look: string; start: number; stop: number; bytes: number;
+  }[] = [];
+  for (const { spans, label, i, j } of seen)
     for (let k = i; k < j && rows.length < MOST; k++)
       rows.push({
-        label, name: spans.label(k), look: spans.drawn.looks[spans.look[k]].label, start: spans.start[k],
-        stop: spans.stop[k], bytes: spans.bytes?.[k] ?? 0,
+        label, timeline: `${spans.drawn.source}: ${spans.drawn.name}`, name: spans.label(k),
+        look: spans.drawn.looks[spans.look[k]].label, start: spans.start[k], stop: spans.stop[k],
+        bytes: spans.bytes?.[k] ?? 0,
       });
-  }
-  const shown = all > rows.length ? `the first ${MOST} of ${all.toLocaleString("en-US")}; zoom in for others` : "all";
+  const several = plan.blocks.length > 1;
+  const shown = all > rows.length ? `${MOST} of ${all.toLocaleString("en-US")}; zoom in for others` : "all";
   return (
     <Table caption={`Spans from ${seconds(view.from)} to ${seconds(view.to)}: ${shown}`} rows={rows} columns={[
       { name: "track", text: (r) => r.label },
+      ...(several ? [{ name: "timeline", text: (r: (typeof rows)[number]) => r.timeline }] : []),
       { name: "span", text: (r) => r.name },
       { name: "kind", text: (r) => r.look },
       { name: "starts", text: (r) => seconds(r.start), right: true },

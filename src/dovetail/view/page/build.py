@@ -197,7 +197,10 @@ def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]
     for s in settings[1:]:
         if s.chosen.overlap == "forward":
             theirs, ours = s.bars('dovetail with overlap="forward"')
-            bars += [ours] if ours else []
+            if measured:  # like beside like: a prediction among measured bars would look better than it is
+                theirs = settings[0].bars(f"dovetail's plan ({settings[0].chosen.policy})")[1]
+            elif ours:
+                bars.append(ours)
             told += [lead.against(theirs, ours)] if theirs and ours else []
     if not settings:
         predicted = [t for t in contents.timelines if t.source == "predicted"]

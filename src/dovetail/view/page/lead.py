@@ -120,7 +120,7 @@ def against(default: Bar, plan: Bar) -> str:
     if gain > 1 + TIE:
         shown = (plan.exposed or 0.0) < (default.exposed or 0.0)
         return f"{told}: {gain:.2f} times as fast" + (
-            ", because less of the communication is left in the open." if shown else "."
+            ", because less of the communication is exposed." if shown else "."
         )
     if gain < 1 - TIE:
         return f"{told}: slower, so keep {default.label}."

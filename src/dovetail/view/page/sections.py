@@ -78,7 +78,7 @@ def planned(
                 buckets=len(p.buckets),
                 iteration=p.prediction.iteration,
                 exposed=p.prediction.exposed,
-                bound=p.prediction.lower_bound,
+                bound=p.prediction.lower_bound if p.overlap == chosen.overlap else 0.0,
                 chosen=(p.policy, p.overlap) == (chosen.policy, chosen.overlap),
                 how=_described(p.policy),
             )
