@@ -52,7 +52,8 @@ def test_it_says_what_each_part_contributed_what_was_not_chosen_and_how_to_run_i
         "optimizer = dovetail.optimizer(optimizer, model)",
     ):
         assert words in text, words
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    prose, _, _ = done.stdout.partition("To run it")
+    assert max(map(len, prose.splitlines())) <= 80, "code is as long as it is"
     plan = store.read(folder / "plan.json", Plan)
     assert (plan.overlap, plan.workers, plan.batch) == ("forward", 8, 8)
 
@@ -99,6 +100,9 @@ def test_the_lines_of_python_find_the_plan_and_name_things_that_exist(
             if "dovetail.read" in line or line.startswith("from "):
                 exec(line, names)
         assert names["plan"] == read_plan(Path("plan.json"))
+        shown = run("plan", job, *more, "--auto", "-o", f'{"long" * 20} ".json').stdout
+        assert all(f"  {line}\n" in shown for line in lines if "plan.json" not in line), "code is not broken in two"
+        assert f"({json.dumps('long' * 20 + ' ' + chr(34) + '.json')}, " in shown
         assert any(name in lines[-1] + lines[-2] for name in ("DistributedDataParallel", "Burst", "PartialBackprop"))
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from . import inputs, shell
 
-GIB = 2**30
-
 
 def plan(
     profile: Path,
@@ -36,7 +34,7 @@ def plan(
         job,
         ProfileCost(job, batch or job.batch, wires),
         count,
-        memory=None if memory_gib is None else int(memory_gib * GIB),
+        memory=inputs.memory_bytes(memory_gib),
         network=net.name if net else "nvlink (published figures)",
     )
     with shell.working("planning", brief=True):

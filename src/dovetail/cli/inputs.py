@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -45,6 +46,19 @@ def collectives(text: str) -> list[CollectiveName]:
     if unknown := [name for name in wanted if name not in COLLECTIVES]:
         raise typer.BadParameter(f"expected some of {', '.join(COLLECTIVES)}, got {unknown[0]!r}")
     return [name for name in COLLECTIVES if name in wanted]
+
+
+def memory_bytes(gib: float | None) -> int | None:
+    if gib is not None and not math.isfinite(gib):
+        raise typer.BadParameter(f"--memory: expected GiB, got {gib}")
+    return None if gib is None else int(gib * 2**30)
+
+
+def not_an_input(output: Path, *given: str | Path | None) -> None:
+    """What is read is not what is written over."""
+    for name in given:
+        if name is not None and Path(name).exists() and output.exists() and output.samefile(name):
+            raise typer.BadParameter(f"{output}: it would be written over what it is made from; name another file")
 
 
 def png_path(path: Path | None) -> Path | None:

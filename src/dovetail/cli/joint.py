@@ -10,8 +10,6 @@ from . import inputs, shell
 if TYPE_CHECKING:
     from dovetail.planning.joint_parts import Objective
 
-GIB = 2**30
-
 
 def plan(
     profile: Path,
@@ -43,7 +41,7 @@ def plan(
             within=within,
             task=task_ms * 1e-3 if objective == "throughput" else 0.0,
             statistics=statistics,
-            memory=None if memory_gib is None else int(memory_gib * GIB),
+            memory=inputs.memory_bytes(memory_gib),
             optimizer=optimizer,
         )
     store.write(output, found.chosen.plan)
@@ -55,5 +53,5 @@ def plan(
         shell.emit(joint.as_data(found) | result)
     else:
         where = f"To run it, in a script on each of {found.chosen.devices:,} devices:"
-        rest = [*joint.excluded(found), *lines, where, *(f"  {c}" for c in code)]
-        shell.show(joint.table(found), "", joint.rejected(found), "", *rest)
+        shell.show(joint.table(found), "", joint.rejected(found), "", *joint.excluded(found), *lines, where)
+        shell.verbatim(*(f"  {c}" for c in code))

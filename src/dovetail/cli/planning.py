@@ -43,6 +43,23 @@ OVERLAP = """backward: all-reduces behind backward, as torch's DDP; forward: red
 all-gathers behind the next forward."""
 
 
+BELONGS = {
+    "workers": ("", "--spb"),
+    "policy": ("",),
+    "overlap": ("",),
+    "optimizer": ("", "--auto"),
+    "png": ("", "--burst"),
+    "devices": ("--burst", "--auto"),
+    "memory": ("--burst", "--auto"),
+    "task": ("--burst", "--auto"),
+    "amplification": ("--burst",),
+    "objective": ("--auto",),
+    "within": ("--auto",),
+    "allow_statistics": ("--auto",),
+}
+"""Options that not every way of planning has, and the ways that have them; "" is the one of merging."""
+
+
 class PlanCommand(TyperCommand):
     """Its help lists the policies there are."""
 
@@ -57,6 +74,7 @@ class PlanCommand(TyperCommand):
 
 
 def plan(
+    ctx: typer.Context,
     profile: ProfileFile,
     network: Annotated[
         str | None, typer.Argument(metavar="net.json", help=f"{NETWORK} With --burst it may be left out: NVLink.")
@@ -129,8 +147,8 @@ def plan(
     """
     if auto + burst + (spb is not None) > 1:
         raise typer.BadParameter("--auto, --burst and --spb are several ways: give one")
-    if not auto and (objective is not Goal.time or within is not None or allow_statistics):
-        raise typer.BadParameter("--objective, --within and --allow-statistics belong to --auto")
+    _only_what_belongs(ctx, "--auto" if auto else "--burst" if burst else "" if spb is None else "--spb")
+    inputs.not_an_input(output or Path("plan.json" if spb is None else "depth.json"), profile, network)
     if burst:
         from . import bursting
 
@@ -147,13 +165,9 @@ def plan(
             json=json,
         )
         return
-    if amplification or (not auto and (devices or memory)):
-        raise typer.BadParameter("--devices, --amplification and --memory belong to --burst")
     if network is None:
         raise typer.BadParameter("missing, expected a network file or a preset such as 10gbe-16", param_hint="net.json")
     if auto:
-        if workers or policy != "auto" or overlap is not Behind.backward or png:
-            raise typer.BadParameter("--workers, --policy, --overlap and --png do not go with --auto, which chooses")
         from . import joint
 
         joint.plan(
@@ -207,6 +221,17 @@ def plan(
     else:
         savings = ["", depth_view.savings(partial)] if partial else []
         shell.show(tables.plans(compared, chosen=chosen), "", *sentences, *savings)
+
+
+def _only_what_belongs(ctx: typer.Context, way: str) -> None:
+    """One clear line for an option that would do nothing."""
+    for name, ways in BELONGS.items():
+        source = ctx.get_parameter_source(name)
+        if way not in ways and source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            where = " and ".join(w for w in ways if w)
+            only = f"goes with {where} only" if "" not in ways else f"does not go with {way}"
+            raise typer.BadParameter(f"{option} {only}")
 
 
 def _plan_depth(

@@ -43,6 +43,12 @@ def show(*things: Any) -> None:
         out.print(thing)
 
 
+def verbatim(*lines: str) -> None:
+    """Prints lines to stdout that must not be broken, such as code."""
+    for line in lines:
+        console().print(line, soft_wrap=True)
+
+
 def say(text: str) -> None:
     """Tells the user something that is not the result."""
     console(stderr=True).print(text, soft_wrap=True)

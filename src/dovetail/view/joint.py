@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -207,37 +208,48 @@ def _doubts(found: Joint) -> list[str]:
 
 def recipe(found: Joint, path: Path, *, profile: str, network: str) -> list[str]:
     """The lines of Python that execute the plan, in a script that runs once on each device."""
-    technique = found.chosen.technique
+    technique, named = found.chosen.technique, _quoted(str(path))
     if technique == "ddp":
         return ["model = torch.nn.parallel.DistributedDataParallel(model)"]
     if technique == "merging":
         return [
-            f'plan = dovetail.read("{path}", dovetail.Plan)',
+            f"plan = dovetail.read({named}, dovetail.Plan)",
             "model = dovetail.DistributedDataParallel(model, plan=plan)",
         ]
     if technique == "overlap":
         return [
-            f'plan = dovetail.read("{path}", dovetail.Plan)',
+            f"plan = dovetail.read({named}, dovetail.Plan)",
             'model = dovetail.DistributedDataParallel(model, overlap="forward", plan=plan)',
             "optimizer = dovetail.optimizer(optimizer, model)",
         ]
     if technique == "burst":
         return [
             "from dovetail.core.burst import BurstPlan",
-            f'plan = dovetail.read("{path}", BurstPlan)',
+            f"plan = dovetail.read({named}, BurstPlan)",
             "burst = dovetail.Burst(layers, plan, loss=loss_of_each_sample)",
         ]
     if technique == "guard":
         return ['model = dovetail.PartialBackprop(model, "guard")']
     stored = Path(network).exists()
-    costs = f'dovetail.read("{network}", dovetail.Network)' if stored else f'preset("{network}")'
+    costs = f"dovetail.read({_quoted(network)}, dovetail.Network)" if stored else f"preset({_quoted(network)})"
     return [
         *([] if stored else ["from dovetail.measure.presets import preset"]),
-        f'plan = dovetail.read("{path}", dovetail.DepthPlan)',
-        f'profile, network = dovetail.read("{profile}", dovetail.Profile), {costs}',
+        f"plan = dovetail.read({named}, dovetail.DepthPlan)",
+        f"profile = dovetail.read({_quoted(profile)}, dovetail.Profile)",
+        f"network = {costs}",
         "model = dovetail.PartialBackprop(model, plan, guard=None, profile=profile, network=network)",
         "loader = DataLoader(data, batch_sampler=model.batches(data))",
     ]
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity."""
+    return number if math.isfinite(number) else None
+
+
+def _quoted(text: str) -> str:
+    """As a string of Python, in the quotes that code around it has."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def as_data(found: Joint) -> dict[str, Any]:
@@ -247,10 +259,10 @@ def as_data(found: Joint) -> dict[str, Any]:
         "objective": q.objective,
         "devices": q.devices,
         "batch": q.batch,
-        "within": found.within if math.isfinite(found.within) else None,
-        "value": found.value,
-        "bound": found.bound,
-        "gap": found.gap,
+        "within": _finite(found.within),
+        "value": _finite(found.value),
+        "bound": _finite(found.bound),
+        "gap": _finite(found.gap),
         "considered": found.considered,
         "dropped": len(found.dropped),
         "chosen": _candidate(found, found.chosen),
