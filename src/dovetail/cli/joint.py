@@ -52,6 +52,7 @@ def plan(
         result = {"written": str(output), "explanation": lines, "run": code, "plan": plan}
         shell.emit(joint.as_data(found) | result)
     else:
-        where = f"To run it, in a script on each of {found.chosen.devices:,} devices:"
+        many = found.chosen.devices
+        where = f"To run it, in a script on {f'each of {many:,} devices' if many > 1 else 'one device'}:"
         shell.show(joint.table(found), "", joint.rejected(found), "", *joint.excluded(found), *lines, where)
         shell.verbatim(*(f"  {c}" for c in code))
