@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dovetail.cli.inputs import counts
@@ -227,6 +228,39 @@ def test_pictures_are_written_where_asked(folder: Path) -> None:
         assert result.exit_code == 0, result.stderr
         assert picture.read_bytes().startswith(b"\x89PNG")
         picture.unlink()
+
+
+def test_a_picture_of_plans_for_different_things_is_refused_in_one_line(folder: Path) -> None:
+    profile, network = example.profile(), example.network()
+    other = msgspec.structs.replace(profile, name="other")
+    store.write(folder / "other.json", other)
+    for name, made in (
+        ("same", plan(profile, network, policy="ddp")),
+        ("job", plan(other, network, policy="ddp")),
+        ("more", plan(profile, network, workers=network.ranks // 2, policy="ddp")),
+    ):
+        store.write(folder / f"p-{name}.json", made)
+    for name, what in (("job", "another profile than"), ("more", "another number of workers than")):
+        result = run("view", folder / "plan.json", folder / f"p-{name}.json", "--png", folder / "x.png")
+        assert result.exit_code == 1 and result.stderr.count("\n") == 1
+        assert what in result.stderr and f"p-{name}.json has" in result.stderr
+        assert not (folder / "x.png").exists()
+    pytest.importorskip("matplotlib", reason="pictures need the extra `view`")
+    result = run("view", folder / "plan.json", folder / "p-same.json", "--png", folder / "x.png")
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("depth", ["net.json", "--spb", "ladder"]), ("burst", ["--burst", "--devices", "4"])]
+)
+def test_a_plan_that_is_not_of_buckets_is_told_what_draws_it(kind: str, options: list[str], folder: Path) -> None:
+    chosen = folder / "chosen.json"
+    made = run("plan", folder / "job.json", *(folder / o if o == "net.json" else o for o in options), "-o", chosen)
+    assert made.exit_code == 0, made.stderr
+    result = run("view", chosen, "--png", folder / "x.png")
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert f"chosen.json is a {kind} plan" in result.stderr
+    assert f"`dovetail simulate {chosen} --png {folder / 'x.png'}`" in result.stderr
 
 
 def test_a_preset_becomes_a_network_file(tmp_path: Path) -> None:

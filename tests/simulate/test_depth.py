@@ -8,6 +8,9 @@ import pytest
 
 from dovetail.planning.depth import Device, plan
 from dovetail.simulate.depth import savings, simulate_depth
+from dovetail.view import units
+from dovetail.view.timeline import headline
+from dovetail.view.tracks import exposed
 from tests.planning.oracle import made_network, made_profile
 
 PROFILE = made_profile([1000] * 8, [2.0] * 8, forward=[1.0] * 8)
@@ -41,6 +44,17 @@ def test_gradients_leave_segment_by_segment_once_all_contributors_have_them() ->
         last = max(s.start for s in sent if s.name.startswith(f"segment {segment} "))
         assert last >= ready - 1e-9
     assert sent[-1].name == "segment 0 (2 tensors of 1 of 4 workers)"
+
+
+@pytest.mark.parametrize("policy", ["full", "ladder", "balanced"])
+def test_what_is_exposed_is_the_time_after_the_last_worker_has_computed(policy: str) -> None:
+    chosen = plan(PROFILE, made_network(0.1, 4e-3), workers=4, policy=policy)
+    timeline = simulate_depth(chosen, PROFILE, made_network(0.1, 4e-3))
+    longest = max(w.forward + w.backward for w in chosen.phases[-1].workers)
+    waited = chosen.phases[-1].iteration - longest
+    assert waited > 1.0
+    assert exposed(timeline) == pytest.approx(waited)
+    assert f"{units.seconds(waited)} of communication exposed" in headline(timeline)
 
 
 def test_alone_or_without_a_network_nothing_is_sent() -> None:

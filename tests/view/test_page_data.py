@@ -21,7 +21,9 @@ from dovetail.core import store
 from dovetail.core.errors import Error
 from dovetail.core.job import Schedule
 from dovetail.core.timeline import Span, Timeline
-from dovetail.view import example, palette, tracks
+from dovetail.planning.depth import plan as depth_plan
+from dovetail.simulate.depth import simulate_depth
+from dovetail.view import example, palette, tracks, units
 from dovetail.view.page import (
     Contents,
     Given,
@@ -42,6 +44,7 @@ from dovetail.view.page.lead import bar
 from dovetail.view.page.pictures import Drawn
 
 from ..command import run, shell
+from ..planning.oracle import made_network, made_profile
 from . import samples
 
 needs_bundle = pytest.mark.skipif(not (html.BUNDLE / "app.js").exists(), reason="the page is not built (make page)")
@@ -165,6 +168,22 @@ def test_the_first_sentence_says_where_the_time_goes_and_what_would_change() -> 
     assert re.search(
         r"dovetail's plan \(auto\) is predicted at .*, torch's default at .*: .* times as fast", lead.more[0]
     )
+
+
+def test_a_step_of_partial_depth_waits_for_the_network_that_all_ranks_share() -> None:
+    profile, network = made_profile([1000] * 8, [2.0] * 8, forward=[1.0] * 8), made_network(0.1, 4e-3)
+    chosen = depth_plan(profile, network, workers=4, policy="ladder")
+    timeline = simulate_depth(chosen, profile, network)
+    found, iteration = bar(timeline, "x"), chosen.phases[-1].iteration
+    assert found is not None
+    assert found.compute == pytest.approx(24.0), "of the deepest worker"
+    assert found.exposed == pytest.approx(tracks.exposed(timeline)) == pytest.approx(iteration - 24.0)
+    assert (found.hidden or 0.0) + (found.exposed or 0.0) == pytest.approx(timeline.busy("communication"))
+    waited = units.seconds(iteration - 24.0)
+    assert f"24.0 s go into computing and {waited}, " in document(sort([timeline])).lead.sentence
+    seen = [c for c in cells(drawn(timeline)) if c[1] == "communication, exposed"]
+    assert {c[0] for c in seen} == {"all ranks/network"}
+    assert sum(c[4] - c[3] for c in seen) == pytest.approx(iteration - 24.0, rel=1e-4)
 
 
 def test_a_prediction_is_never_compared_with_a_measurement_of_something_else() -> None:

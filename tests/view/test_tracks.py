@@ -71,6 +71,20 @@ def test_the_slowest_rank_counts_and_links_without_computing_do_not() -> None:
     assert tracks.exposed(Timeline(name="t", source="measured", spans=spans)) == pytest.approx(5)
 
 
+def test_what_all_ranks_send_together_counts_for_each_and_is_hidden_while_one_of_them_computes() -> None:
+    spans = (
+        span(0, 4, kind="backward", track="rank 0/compute"),
+        span(0, 10, kind="backward", track="rank 1/compute"),
+        span(3, 12, track="all ranks/network"),
+        span(2, 5, track="rank 0/network"),
+        span(11, 13, track="rank 1/network"),
+    )
+    timeline = Timeline(name="t", source="predicted", spans=spans)
+    assert tracks.traffic(timeline) == {"rank 0": (7, 3), "rank 1": (7, 3)}
+    assert tracks.exposed(timeline) == 3
+    assert tracks.computing(timeline)["all ranks"] == [(0, 10)]
+
+
 def test_ranks_come_in_numeric_order() -> None:
     spans = tuple(span(0, 1, track=f"rank {i}/network") for i in (10, 9, 1))
     assert list(tracks.by_track(Timeline(name="t", source="predicted", spans=spans))) == [

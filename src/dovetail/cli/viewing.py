@@ -63,6 +63,8 @@ def view(
     if cluster or fabric:
         raise typer.BadParameter("--cluster and --fabric are shown on the page: add --html, --serve or --open")
     from dovetail.core import timeline as core
+    from dovetail.core.burst import BurstPlan
+    from dovetail.core.depth import DepthPlan
     from dovetail.core.errors import Error
     from dovetail.core.job import Schedule
     from dovetail.core.plan import Plan
@@ -76,6 +78,13 @@ def view(
     if perfetto and not timelines:
         raise Error(f"--perfetto {perfetto}: expected at least one timeline among the files")
     if png and not (timelines or plans):
+        for path, noun in zip(files, nouns, strict=True):
+            if isinstance(noun, (BurstPlan, DepthPlan)):
+                what = "burst" if isinstance(noun, BurstPlan) else "depth"
+                raise Error(
+                    f"--png {png}: expected at least one timeline, or a plan of buckets, but {path} is a {what} plan: "
+                    f"`dovetail simulate {path} --png {png}` draws its iteration"
+                )
         raise Error(f"--png {png}: expected at least one timeline or plan among the files")
     if perfetto:
         from dovetail.view import perfetto as trace
@@ -94,13 +103,22 @@ def view(
 
 
 def _draw(png: Path, timelines: Sequence[Timeline], plans: Sequence[tuple[Path, Plan]]) -> None:
+    from dovetail.core.errors import Error
     from dovetail.view.png import plan_png, timeline_png
 
     if timelines:
         timeline_png(timelines, png)
         return
-    path, first = plans[0]
-    plan_png(inputs.profile_of(path, first), inputs.network_of(path, first), [plan for _, plan in plans], png)
+    settings = [(inputs.profile_of(*p), inputs.network_of(*p), p[1].workers, p[1].batch) for p in plans]
+    for (path, _), setting in zip(plans, settings, strict=True):
+        # The picture has one axis, one lower bound and one title: they would be wrong for a plan of something else.
+        pairs = zip(("profile", "network", "number of workers", "batch"), settings[0], setting, strict=True)
+        if differs := [what for what, ours, theirs in pairs if ours != theirs]:
+            raise Error(
+                f"--png {png}: expected plans for one profile, network, number of workers and batch, but {path} has "
+                f"another {' and '.join(differs)} than {plans[0][0]}: draw each by itself"
+            )
+    plan_png(settings[0][0], settings[0][1], [plan for _, plan in plans], png)
 
 
 def _show(nouns: Sequence[Noun], timelines: Sequence[Timeline], compared: Comparison | None) -> None:

@@ -8,13 +8,15 @@ from typing import ClassVar, Literal
 from .store import Bytes, Name, Noun, Record, Seconds
 
 SpanKind = Literal["forward", "backward", "communication", "optimizer", "wait", "idle", "task", "lease"]
+ALL_RANKS = "all ranks"
+"""Before the slash of a track that belongs to every rank alike: "all ranks/network"."""
 
 
 class Span(Record, frozen=True, kw_only=True):
     """Who did what, when. Times in seconds from the start of the iteration."""
 
     track: Name
-    """Where: "rank 0/compute", "rank 0/network"; the part before the slash groups tracks."""
+    """Where: "rank 0/compute", "rank 0/network", "all ranks/network"; the part before the slash groups tracks."""
     name: Name
     kind: SpanKind
     start: Seconds

@@ -10,7 +10,7 @@ from dovetail.core.depth import DepthPlan, Phase, WorkerPrediction
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
-from dovetail.core.timeline import Span, Timeline
+from dovetail.core.timeline import ALL_RANKS, Span, Timeline
 from dovetail.planning import exact
 from dovetail.planning.depth_stream import depth_stream
 from dovetail.planning.stream import schedule
@@ -77,7 +77,7 @@ def _sending(plan: DepthPlan, profile: Profile, network: Network, phase: int) ->
         segment = home[profile.tensors[order[a]].layer]
         given = len(plan.contributors(phase, segment))
         yield Span(
-            track="all ranks/network",
+            track=f"{ALL_RANKS}/network",
             name=f"segment {segment} ({b - a} tensor{'s' if b - a > 1 else ''} of {given} of {plan.workers} workers)",
             kind="communication",
             start=start,

@@ -19,7 +19,7 @@ from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
 from dovetail.core.store import MOST_COUNT, MOST_SECONDS
-from dovetail.core.timeline import Timeline
+from dovetail.core.timeline import ALL_RANKS, Timeline
 from dovetail.planning.burst_cost import NetworkLinks
 from dovetail.planning.joint import Joint, Score, Search
 from dovetail.planning.joint_parts import OBJECTIVES, AnyPlan, Objective, Question, shared_out
@@ -101,7 +101,7 @@ def score(plan: AnyPlan, *, profile: Profile, network: Network, devices: int, ta
 
 def _held(plan: AnyPlan, seen: Timeline) -> list[Busy]:
     """Rank 0 stands for all in data parallelism; of a depth plan every worker has its own track."""
-    common = [(s.start, s.stop) for s in seen.spans if s.track.startswith("all ranks/")]
+    common = [(s.start, s.stop) for s in seen.spans if s.track.startswith(f"{ALL_RANKS}/")]
     by_rank: dict[str, list[tuple[float, float]]] = {}
     for s in seen.spans:
         if s.kind not in ("wait", "idle") and s.track.startswith("rank "):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
-from dovetail.core.timeline import Span, Timeline
+from dovetail.core.timeline import ALL_RANKS, Span, Timeline
 
 Interval = tuple[float, float]
 COMPUTE = ("forward", "backward", "optimizer")
@@ -20,6 +20,13 @@ class Piece(NamedTuple):
     start: float
     stop: float
     name: str
+
+
+class Traffic(NamedTuple):
+    """Seconds of a rank's communication: behind computing, and with nothing to hide them."""
+
+    hidden: float
+    exposed: float
 
 
 def group(track: str) -> str:
@@ -94,11 +101,16 @@ def subtract(span: Interval, holes: list[Interval]) -> list[Interval]:
 
 
 def computing(timeline: Timeline) -> dict[str, list[Interval]]:
-    """When each rank computes. Groups without any computation (links) are absent: nothing could hide their traffic."""
+    """When each rank computes. Groups without any computation (links) are absent: nothing could hide their traffic.
+
+    What all ranks send together is hidden as long as one of them computes: their common group computes when any does.
+    """
     busy: dict[str, list[Interval]] = {}
     for s in timeline.spans:
         if s.kind in COMPUTE:
             busy.setdefault(group(s.track), []).append((s.start, s.stop))
+    if busy and any(group(s.track) == ALL_RANKS for s in timeline.spans):
+        busy[ALL_RANKS] = [interval for intervals in busy.values() for interval in intervals]
     return {g: union(intervals) for g, intervals in busy.items()}
 
 
@@ -115,13 +127,26 @@ def pieces(spans: Iterable[Span], computing: list[Interval] | None) -> list[Piec
     return sorted(out, key=lambda p: (p.start, p.stop))
 
 
-def exposed(timeline: Timeline) -> float:
-    """Seconds of communication that nothing hides, on the rank where they are most."""
+def traffic(timeline: Timeline) -> dict[str, Traffic]:
+    """Each computing rank's communication. What all ranks send together counts for each of them."""
     busy = computing(timeline)
-    traffic: dict[str, list[Interval]] = {}
+    moved: dict[str, list[Interval]] = {g: [] for g in busy}
     for s in timeline.spans:
         if s.kind == "communication" and group(s.track) in busy:
-            traffic.setdefault(group(s.track), []).append((s.start, s.stop))
-    return max(
-        (sum(b - a for t in union(moved) for a, b in subtract(t, busy[g])) for g, moved in traffic.items()), default=0.0
-    )
+            moved[group(s.track)].append((s.start, s.stop))
+    bare = {g: [left for t in union(sent) for left in subtract(t, busy[g])] for g, sent in moved.items()}
+    found: dict[str, Traffic] = {}
+    for g in [g for g in busy if g != ALL_RANKS] or busy:
+        whole, exposed = (_length([*of[g], *of.get(ALL_RANKS, ())]) for of in (moved, bare))
+        found[g] = Traffic(hidden=max(0.0, whole - exposed), exposed=exposed)
+    return found
+
+
+def exposed(timeline: Timeline) -> float:
+    """Seconds of communication that nothing hides, on the rank where they are most."""
+    return max((t.exposed for t in traffic(timeline).values()), default=0.0)
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    """Seconds that intervals cover; where they overlap, once."""
+    return sum(b - a for a, b in union(intervals))

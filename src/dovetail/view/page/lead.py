@@ -18,29 +18,22 @@ TIE = 0.01
 
 def bar(timeline: Timeline, label: str) -> Bar | None:
     """Where a timeline's time goes, on the rank whose communication is exposed longest; None where nobody computes."""
-    computing = tracks.computing(timeline)
-    if not computing:
+    traffic = tracks.traffic(timeline)
+    if not traffic:
         return None
-    traffic: dict[str, list[tracks.Interval]] = {group: [] for group in computing}
-    kinds: dict[str, dict[str, float]] = {group: dict.fromkeys(tracks.COMPUTE, 0.0) for group in computing}
+    kinds: dict[str, dict[str, float]] = {group: dict.fromkeys(tracks.COMPUTE, 0.0) for group in traffic}
     for s in timeline.spans:
         group = tracks.group(s.track)
-        if s.kind == "communication" and group in traffic:
-            traffic[group].append((s.start, s.stop))
-        elif s.kind in tracks.COMPUTE:
+        if s.kind in tracks.COMPUTE and group in kinds:
             kinds[group][s.kind] += s.duration
-    moved = {group: tracks.union(intervals) for group, intervals in traffic.items()}
-    exposed = {
-        group: sum(b - a for t in moved[group] for a, b in tracks.subtract(t, computing[group])) for group in computing
-    }
-    slowest = max(computing, key=lambda group: (exposed[group], sum(b - a for a, b in computing[group])))
+    slowest = max(traffic, key=lambda group: (traffic[group].exposed, sum(kinds[group].values())))
     return Bar(
         label=label,
         source=timeline.source,
         emulated=timeline.emulated,
         total=timeline.duration,
-        hidden=sum(b - a for a, b in moved[slowest]) - exposed[slowest],
-        exposed=exposed[slowest],
+        hidden=traffic[slowest].hidden,
+        exposed=traffic[slowest].exposed,
         **kinds[slowest],
     )
 
