@@ -93,6 +93,8 @@ def test_the_help_of_plan_lists_the_policies() -> None:
         ["network", "--preset", "10gbe-16", "--rate", "1gbit"],
         ["network", "--collectives", "gossip"],
         ["view"],
+        ["view", "job.json", "--port", "99"],
+        ["view", "measured.json", "--perfetto", "measured.json"],
         ["train", "script.py", "--workers", "none"],
     ],
     ids=lambda a: " ".join(a),
