@@ -21,7 +21,7 @@ from common import console, finish, parser
 from dovetail.core.errors import Error
 from dovetail.core.store import write_text
 from partial_oracle import LADDER, Contestant, train
-from partial_report import checks, markdown, show
+from partial_report import TWICE, checks, markdown, show
 from partial_tasks import TASKS
 
 SEEDS = {"digits": 5, "text": 3, "fashion": 3}
@@ -36,20 +36,21 @@ MAIN = (
     Contestant("75 % of the steps", steps=0.75),
     Contestant("4 workers, then 2", workers=((0.0, 4), (0.5, 2))),
     Contestant("ladder, 4/3 of the steps", counts=LADDER, steps=4 / 3),
+    Contestant("annealed guard ε=0.05", epsilon=0.05, rule="annealed"),
     Contestant("annealed guard ε=0.1", epsilon=0.1, rule="annealed"),
     Contestant("annealed guard ε=0.1, 8/7 of the steps", epsilon=0.1, rule="annealed", steps=8 / 7),
 )
 FRONTIER = (
     *(Contestant(f"guard ε={e}", epsilon=e) for e in (0.1, 0.3, 0.4)),
     Contestant("guard ε=0.2, plain metric", epsilon=0.2, metric="plain"),
-    *(Contestant(f"annealed guard ε={e}", epsilon=e, rule="annealed") for e in (0.05, 0.2, 0.3)),
+    *(Contestant(f"annealed guard ε={e}", epsilon=e, rule="annealed") for e in (0.2, 0.3)),
     Contestant("late ladder, last quarter", counts=LADDER, begins=0.75),
     Contestant("late 2,2,3,4", counts=(2, 2, 3, 4), begins=0.5),
     Contestant("2,3,4,4", counts=(2, 3, 4, 4)),
     Contestant("late guard ε=0.4", epsilon=0.4, begins=0.4),
     Contestant("late balanced", counts=LADDER, begins=0.5, balanced=True),
     Contestant("4 workers, then 3", workers=((0.0, 4), (0.5, 3))),
-    Contestant("full, twice the steps", steps=2.0),
+    Contestant(TWICE, steps=2.0),
 )
 
 
