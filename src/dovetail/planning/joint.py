@@ -23,7 +23,7 @@ from functools import cached_property
 from dovetail.core.burst import BurstPlan
 from dovetail.core.errors import Error
 
-from .joint_parts import TECHNIQUES, AnyPlan, Combination, Excluded, Question, combinations
+from .joint_parts import TECHNIQUES, AnyPlan, Combination, Excluded, Question, combinations, reference
 
 ROUNDING = 1e-9
 """Differences below this share are none."""
@@ -169,14 +169,24 @@ class Search:
         self.combinations, excluded = combinations(question)
         self.excluded = list(excluded)
         self._seen: dict[tuple[str, int], Candidate | None] = {}
+        self._impossible: set[tuple[str, int]] = set()
 
     @cached_property
     def baseline(self) -> Candidate:
-        """Torch's DistributedDataParallel on as many devices as there are, or as share the batch."""
-        widest = max((c for c in self.combinations if c.technique == "ddp"), key=lambda c: c.devices)
+        """Torch's DistributedDataParallel on as many devices as there are, or as share the batch.
+
+        Where its memory is not enough on any number of devices it is there to compare with only.
+        """
+        ddp = [c for c in self.combinations if c.technique == "ddp"]
+        widest = max(ddp, key=lambda c: c.devices) if ddp else reference(self.question)
         found = self.candidate(widest)
         assert found is not None, "it is planned without a limit"
         return found
+
+    @property
+    def fits(self) -> bool:
+        """Whether the baseline could be chosen."""
+        return any(c.technique == "ddp" for c in self.combinations)
 
     @cached_property
     def aim(self) -> Aim:
@@ -195,6 +205,8 @@ class Search:
         key = c.technique, c.devices
         if self._seen.get(key) is not None:
             return self._seen[key]
+        if key in self._impossible:
+            return None  # said once
         aim = Aim(self.question) if limit == math.inf else self.aim
         best: Candidate | None = None
         try:
@@ -205,14 +217,15 @@ class Search:
         except Error as e:
             if c.technique == "ddp":
                 raise
+            self._impossible.add(key)
             self.excluded.append(Excluded(c.technique, f"on {c.devices} devices: {e}"))
         self._seen[key] = best
         return best
 
     def run(self) -> Joint:
         aim = self.aim
-        best = self.baseline if aim.reached(self.baseline.score) else None
-        scored, dropped = [self.baseline], list[Dropped]()
+        best = self.baseline if self.fits and aim.reached(self.baseline.score) else None
+        scored, dropped = [self.baseline] if self.fits else [], list[Dropped]()
         first = {name: i for i, name in enumerate(TECHNIQUES)}
         todo = [c for c in self.combinations if c is not self.baseline.combination]
         todo.sort(key=lambda c: (c.technique not in ("ddp", "merging"), aim.least(c), first[c.technique], c.devices))
@@ -232,6 +245,8 @@ class Search:
                 scored.append(found)
                 if best is None or self._better(found, best):
                     best = found
+        if best is None and not (scored or self.fits) and (not dropped or aim.within == math.inf):
+            raise self._no_memory()
         if best is None:
             fastest = min(c.bound for c in self.combinations)
             raise Error(
@@ -253,6 +268,13 @@ class Search:
             value=sign * value,
             bound=sign * min([value, *open_ends]),
             search=self,
+        )
+
+    def _no_memory(self) -> Error:
+        q, g = self.question, self.question.shares[-1]
+        return Error(
+            f"no plan for {q.profile.name!r} at a global batch of {q.batch:,} on up to {q.devices:,} devices fits: for "
+            f"data parallelism {g:,} need {q.needed(g):,} bytes each, expected at most {q.memory:,}"
         )
 
     def _better(self, a: Candidate, b: Candidate) -> bool:

@@ -39,8 +39,8 @@ def table(found: Joint) -> RenderableType:
     before: Candidate | None = None
     for step in found.steps:
         mark, s = step is found.chosen, step.score
-        row = [f"{'->' if mark else '  '} {_part(step, before)}", f"{step.devices:,}", units.seconds(s.iteration)]
-        row += [units.seconds(s.device_time)]
+        row = [f"{'->' if mark else '  '} {_part(found, step, before)}", f"{step.devices:,}"]
+        row += [units.seconds(s.iteration), units.seconds(s.device_time)]
         row += [f"{throughput(found.question, s):.2f}"] if background else []
         made.add_row(*row, _change(found, s, before), style="bold" if mark else "")
         before = step
@@ -48,9 +48,9 @@ def table(found: Joint) -> RenderableType:
     return Group(made, *([Text(note, style="dim")] if note else []))
 
 
-def _part(step: Candidate, before: Candidate | None) -> str:
+def _part(found: Joint, step: Candidate, before: Candidate | None) -> str:
     if before is None:
-        return NAMES["ddp"]
+        return NAMES["ddp"] if found.search.fits else f"{NAMES['ddp']}, does not fit"
     if step.technique == "ddp":
         return "+ fewer devices"
     return f"+ {NAMES[step.technique]}"
@@ -163,6 +163,7 @@ def _local(c: Candidate) -> str:
 def _against(found: Joint, chosen: Candidate, base: Candidate) -> str:
     told = f"torch's DDP on {units.count(base.devices, 'device')} is predicted at "
     told += f"{units.seconds(base.score.iteration)} and {units.seconds(base.score.device_time)}"
+    told += "" if found.search.fits else ", and its memory is not enough"
     if chosen is base:
         return "That is torch's own: nothing to change."
     now, then = _value(found, chosen.score), _value(found, base.score)
