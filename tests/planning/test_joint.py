@@ -27,6 +27,7 @@ from dovetail.planning.joint import Candidate, Joint, Score, throughput
 from dovetail.planning.joint_parts import AnyPlan, Question, combinations, shared_out
 from dovetail.simulate.joint import choose, score, timeline
 from dovetail.view.burst import study
+from dovetail.view.joint import sentences
 
 from .oracle import exactly, made_network, made_profile, partitions
 
@@ -176,7 +177,7 @@ def test_no_device_counts_go_below_the_bound_of_burst(
 def test_no_plan_that_burst_planning_shows_is_better(
     seed: int, wire: tuple[float, float], size: tuple[int, int], objective: str
 ) -> None:
-    """Data parallelism that does not share the batch evenly, the rule of others and limits on device-time among them."""
+    """Among them data parallelism that does not share the batch evenly, and the rule of others."""
     devices, batch = size
     job, net = profile(seed, 5, late=seed % 3 * 0.5), network(*wire)
     found = choose(job, net, devices=devices, batch=batch, objective=objective)  # type: ignore[arg-type]
@@ -342,6 +343,21 @@ def reasons(found: Joint) -> dict[str, str]:
 def test_burst_needs_several_measured_batches_and_says_how_to_get_them() -> None:
     why = reasons(choose(made_profile([100], [0.1]), preset("10gbe-4")))["burst"]
     assert "only one local batch (8) was measured" in why and "dovetail profile MODEL --batches 8,16,32" in why
+    assert "does not tell how layer times follow it" in why and "uneven" not in why
+
+
+def test_what_was_not_considered_is_not_said_to_be_worse() -> None:
+    found = choose(made_profile([100], [0.1]), preset("10gbe-4"))
+    told = " ".join(sentences(found))
+    assert found.gap == 0 and "None of them can be better. Not among them: burst." in told
+    several = choose(uneven(), preset("10gbe-8"))
+    assert "Not among them" not in " ".join(sentences(several))
+
+
+def test_that_the_optimiser_counts_for_overlap_only_is_said_where_it_takes_time() -> None:
+    job, net = made_profile([30_000_000] * 8, [0.02] * 8, forward=[0.02] * 8), preset("10gbe-8")
+    assert "optimiser counts for overlap only" in " ".join(sentences(choose(job, net, optimizer=0.01)))
+    assert "optimiser" not in " ".join(sentences(choose(job, net)))
 
 
 def test_overlap_needs_both_halves_of_an_all_reduce_and_one_dtype() -> None:
@@ -382,12 +398,21 @@ def needed(found: Joint, c: Candidate) -> int:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 10_000), st.floats(0.3, 1.2), st.sampled_from([(4, 8), (3, 7), (4, 12)]), st.booleans())
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.3, 1.2),
+    st.sampled_from([(4, 8), (3, 7), (4, 12)]),
+    st.sampled_from([(0.2, 0.01), (5.0, 0.0), (40.0, 0.0)]),
+    st.booleans(),
+)
 def test_every_plan_that_is_scored_fits_into_memory(
-    seed: int, share: float, size: tuple[int, int], statistics: bool
+    seed: int, share: float, size: tuple[int, int], wire: tuple[float, float], statistics: bool
 ) -> None:
+    """Where collectives are slow fewer devices would be faster, each with more to keep."""
     devices, batch = size
-    job, net = profile(seed, 4), network(0.2, 0.01)
+    made, net = profile(seed, 4), network(*wire)
+    wide = tuple(msgspec.structs.replace(x, activation_bytes=500) for x in made.layers)
+    job = made if seed % 2 else msgspec.structs.replace(made, layers=wide)
     limit = int(share * Question(job, net, devices=devices, batch=batch).needed(2))
     try:
         found = choose(job, net, devices=devices, batch=batch, memory=limit, statistics=statistics)
@@ -433,6 +458,27 @@ def test_a_network_without_all_reduce_is_named() -> None:
     halves = {k: v for k, v in net.collectives.items() if k != "all_reduce"}
     with pytest.raises(Error, match="has no all_reduce"):
         choose(made_profile([100], [0.1]), msgspec.structs.replace(net, collectives=halves))
+
+
+def test_a_technique_of_which_nothing_better_was_found_is_not_said_to_be_proven_worse() -> None:
+    """No plan of burst was made that is faster than overlap, yet its bound is below."""
+    found = choose(profile(0, 3), network(1.0, 1e-2), devices=2, batch=4)
+    dropped = {d.combination.technique: d.why for d in found.dropped}
+    assert dropped["burst"] == "none" and found.gap > 0
+    exact = [d for d in found.dropped if d.combination.exact]
+    assert all(d.why in ("bound", "slow") for d in exact)
+    told = " ".join(sentences(found))
+    assert "1 without a better plan" in told and "might be up to 14.9 % better" in told
+
+
+def test_a_burst_plan_carries_the_figures_that_it_was_chosen_by() -> None:
+    found = choose(uneven(), preset("10gbe-8"))
+    bursts = [c for c in (found.chosen, *found.scored) if isinstance(c.plan, BurstPlan)]
+    assert bursts
+    for c in bursts:
+        assert isinstance(c.plan, BurstPlan)
+        told = c.plan.prediction
+        assert (told.iteration, told.device_time) == (c.score.iteration, c.score.device_time)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
+
 from dovetail.core.burst import BurstPlan
 from dovetail.core.errors import Error
 
@@ -76,7 +78,8 @@ class Dropped:
 
     combination: Combination
     why: str
-    """"bound": it cannot be better than what was found; "slow": it cannot be as fast as it must be."""
+    """"bound": it cannot be better than what was found; "slow": it cannot be as fast as it must be; "none": none of the
+    plans that were made of it is better, but its bound does not say that there is none."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,14 @@ def throughput(q: Question, score: Score) -> float:
     return (q.one_device + score.useful) / score.iteration
 
 
+def _scored(c: Combination, plan: AnyPlan, score: Score) -> Candidate:
+    """Burst plans come with the cost model's word, which hides nothing: one plan should have one prediction."""
+    if isinstance(plan, BurstPlan):
+        told = msgspec.structs.replace(plan.prediction, iteration=score.iteration, device_time=score.device_time)
+        plan = msgspec.structs.replace(plan, prediction=told)
+    return Candidate(c, plan, score)
+
+
 class Search:
     """Looks at combinations and remembers what it saw."""
 
@@ -211,7 +222,7 @@ class Search:
         best: Candidate | None = None
         try:
             for plan in c.make(limit):
-                made = Candidate(c, plan, self._score(plan))
+                made = _scored(c, plan, self._score(plan))
                 if aim.reached(made.score) and (best is None or aim.cost(made.score) < aim.cost(best.score)):
                     best = made
         except Error as e:
@@ -240,7 +251,8 @@ class Search:
             out = len(self.excluded)
             found = self.candidate(c, aim.longest(c, cost))
             if found is None and len(self.excluded) == out:
-                dropped.append(Dropped(c, "bound" if best is not None else "slow"))
+                proven = "bound" if best is not None else "slow"
+                dropped.append(Dropped(c, proven if c.exact else "none"))
             elif found is not None:
                 scored.append(found)
                 if best is None or self._better(found, best):

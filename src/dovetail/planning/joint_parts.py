@@ -157,7 +157,8 @@ def _that_fit(q: Question, out: list[Excluded]) -> list[int]:
         out.append(
             Excluded(
                 "data parallelism on all devices",
-                f"{q.devices:,} devices do not share a global batch of {q.batch:,} evenly; {q.shares[-1]:,} do",
+                f"{q.devices:,} devices do not share a global batch of {q.batch:,} evenly; {q.shares[-1]:,} "
+                f"{'does' if q.shares[-1] == 1 else 'do'}",
             )
         )
     if q.memory is None:
@@ -202,7 +203,7 @@ def _refused(q: Question) -> dict[str, str]:
     elif len(measured) == 1:
         wanted = [b for b in _halvings(q.batch) if b * q.devices >= q.batch][-8:]
         reasons["burst"] = (
-            f"only one local batch ({measured[0]}) was measured, so no layer can look uneven: "
+            f"only one local batch ({measured[0]}) was measured, which does not tell how layer times follow it: "
             f"`dovetail profile MODEL --batches {','.join(map(str, sorted(wanted)))}`"
         )
     return reasons
