@@ -271,6 +271,7 @@ def as_data(found: Joint) -> dict[str, Any]:
         "dropped": len(found.dropped),
         "chosen": _candidate(found, found.chosen),
         "baseline": _candidate(found, found.baseline),
+        "baseline_fits": found.search.fits,
         "steps": [_candidate(found, c) for c in found.steps],
         "scored": [_candidate(found, c) for c in found.scored],
         "not_considered": [{"technique": e.technique, "why": e.why} for e in found.excluded],
