@@ -23,9 +23,11 @@ from dovetail.planning import _Overlapped, _Setting, compare, depth
 from dovetail.planning.burst import BurstPlanner
 from dovetail.planning.burst_bound import fewest_seconds_per_byte, least_work, lower_bound
 from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
-from dovetail.planning.joint import Joint, Score, throughput
+from dovetail.planning.joint import Candidate, Joint, Score, throughput
 from dovetail.planning.joint_parts import AnyPlan, Question, combinations, shared_out
 from dovetail.simulate.joint import choose, score, timeline
+from dovetail.view.burst import study
+from dovetail.view.joint import sentences
 
 from .oracle import exactly, made_network, made_profile, partitions
 
@@ -93,14 +95,14 @@ def everything(q: Question) -> Iterator[tuple[str, AnyPlan]]:
         shared_out(q.profile), ProfileCost(shared_out(q.profile), q.batch, NetworkLinks(q.network)), q.devices
     )
     for counts in itertools.product(range(1, q.devices + 1), repeat=len(q.profile.layers)):
-        if len(set(counts)) > 1:
+        if len(set(counts)) > 1 or q.batch % counts[0]:
             yield "burst", planner.predict(counts)
 
 
 @settings(max_examples=25)
 @given(
     st.integers(0, 10_000),
-    st.sampled_from([(3, 2, 4), (2, 4, 4), (4, 2, 2), (3, 3, 6)]),
+    st.sampled_from([(3, 2, 4), (2, 4, 4), (4, 2, 2), (3, 3, 6), (3, 3, 7), (2, 4, 11)]),
     st.sampled_from([(0.0, 1e-3), (1.0, 1e-2), (0.2, 0.05), (5.0, 0.0)]),
     st.sampled_from(["time", "device-time", "throughput"]),
     st.booleans(),
@@ -163,6 +165,38 @@ def test_no_device_counts_go_below_the_bound_of_burst(
         assert s.iteration >= bound * (1 - 1e-9)
         for limit, work in limits.items():
             assert s.iteration > limit or s.device_time >= work * (1 - 1e-9)
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([(0.0, 1e-3), (1.0, 1e-2), (0.2, 0.05)]),
+    st.sampled_from([(4, 8), (6, 31), (3, 7), (8, 12)]),
+    st.sampled_from(["time", "device-time", "throughput"]),
+)
+def test_no_plan_that_burst_planning_shows_is_better(
+    seed: int, wire: tuple[float, float], size: tuple[int, int], objective: str
+) -> None:
+    """Among them data parallelism that does not share the batch evenly, and the rule of others."""
+    devices, batch = size
+    job, net = profile(seed, 5, late=seed % 3 * 0.5), network(*wire)
+    found = choose(job, net, devices=devices, batch=batch, objective=objective)  # type: ignore[arg-type]
+    value = cost(found.question, found.chosen.score)
+    for row in study(BurstPlanner(job, ProfileCost(job, batch, NetworkLinks(net)), devices)).rows:
+        if seed % 3 and len(set(row.plan.counts)) == 1 and batch % row.plan.counts[0] == 0:
+            continue  # data parallelism, which knows when each gradient is ready where burst shares the delay out
+        s = score(row.plan, profile=job, network=net, devices=devices)
+        if s.iteration <= found.within * (1 + 1e-9):
+            theirs = cost(found.question, s)
+            assert value <= theirs + 1e-9 * abs(theirs), row.plan.policy
+
+
+def test_a_batch_that_the_devices_do_not_share_evenly_still_uses_all_of_them() -> None:
+    """Every layer on all three devices is no data parallelism of torch's: two have two samples and one has three."""
+    found = choose(profile(1, 3), network(0.0, 1e-6), devices=3, batch=7)
+    assert found.baseline.devices == 1
+    assert isinstance(found.chosen.plan, BurstPlan) and set(found.chosen.plan.counts) == {3}
+    assert found.value < 0.8 * found.baseline.score.iteration
 
 
 def test_the_rate_of_a_table_is_that_of_its_cheapest_size() -> None:
@@ -311,6 +345,21 @@ def reasons(found: Joint) -> dict[str, str]:
 def test_burst_needs_several_measured_batches_and_says_how_to_get_them() -> None:
     why = reasons(choose(made_profile([100], [0.1]), preset("10gbe-4")))["burst"]
     assert "only one local batch (8) was measured" in why and "dovetail profile MODEL --batches 8,16,32" in why
+    assert "does not tell how layer times follow it" in why and "uneven" not in why
+
+
+def test_what_was_not_considered_is_not_said_to_be_worse() -> None:
+    found = choose(made_profile([100], [0.1]), preset("10gbe-4"))
+    told = " ".join(sentences(found))
+    assert found.gap == 0 and "None of them can be better. Not among them: burst." in told
+    several = choose(uneven(), preset("10gbe-8"))
+    assert "Not among them" not in " ".join(sentences(several))
+
+
+def test_that_the_optimiser_counts_for_overlap_only_is_said_where_it_takes_time() -> None:
+    job, net = made_profile([30_000_000] * 8, [0.02] * 8, forward=[0.02] * 8), preset("10gbe-8")
+    assert "optimiser counts for overlap only" in " ".join(sentences(choose(job, net, optimizer=0.01)))
+    assert "optimiser" not in " ".join(sentences(choose(job, net)))
 
 
 def test_overlap_needs_both_halves_of_an_all_reduce_and_one_dtype() -> None:
@@ -341,6 +390,57 @@ def test_memory_takes_small_numbers_of_devices_away() -> None:
         choose(job, net, memory=100)
 
 
+def needed(found: Joint, c: Candidate) -> int:
+    """Bytes of the device of a plan that needs the most, by the plan's own figure where it has one."""
+    if isinstance(c.plan, BurstPlan):
+        return c.plan.prediction.memory
+    if isinstance(c.plan, DepthPlan):
+        return max(w.memory for phase in c.plan.phases for w in phase.workers)
+    return found.question.needed(c.devices)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.3, 1.2),
+    st.sampled_from([(4, 8), (3, 7), (4, 12)]),
+    st.sampled_from([(0.2, 0.01), (5.0, 0.0), (40.0, 0.0)]),
+    st.booleans(),
+)
+def test_every_plan_that_is_scored_fits_into_memory(
+    seed: int, share: float, size: tuple[int, int], wire: tuple[float, float], statistics: bool
+) -> None:
+    """Where collectives are slow fewer devices would be faster, each with more to keep."""
+    devices, batch = size
+    made, net = profile(seed, 4), network(*wire)
+    wide = tuple(msgspec.structs.replace(x, activation_bytes=500) for x in made.layers)
+    job = made if seed % 2 else msgspec.structs.replace(made, layers=wide)
+    limit = int(share * Question(job, net, devices=devices, batch=batch).needed(2))
+    try:
+        found = choose(job, net, devices=devices, batch=batch, memory=limit, statistics=statistics)
+    except Error as e:
+        assert "bytes each, expected at most" in str(e)
+        return
+    for c in (found.chosen, *found.scored, *(c for c in found.steps if c is not found.baseline)):
+        assert needed(found, c) <= limit, c.technique
+
+
+def test_partial_depth_and_burst_are_tried_where_data_parallelism_does_not_fit() -> None:
+    job, net = profile(3, 6), network(0.0, 1e-6, ranks=4)
+    whole = Question(job, net, devices=4, batch=16).needed(4)
+    with pytest.raises(Error, match=rf"need {whole:,} bytes each, expected at most {whole - 1:,}"):
+        choose(job, net, batch=16, memory=whole - 1)
+    wide = tuple(msgspec.structs.replace(x, activation_bytes=1000) for x in job.layers)
+    deep = msgspec.structs.replace(job, layers=wide)
+    whole = Question(deep, net, devices=4, batch=16).needed(4)
+    found = choose(deep, net, batch=16, memory=whole - 1, statistics=True)
+    assert found.chosen.technique == "balanced" and needed(found, found.chosen) < whole
+    assert not any(c.technique == "ddp" for c in found.scored) and found.steps[0] is found.baseline
+    assert any(e.technique == "data parallelism" and "GiB each" in e.why for e in found.excluded)
+    uneven_batch = choose(deep, net, batch=17, memory=int(0.9 * Question(deep, net, devices=1, batch=17).needed(1)))
+    assert uneven_batch.chosen.technique == "burst"
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -360,6 +460,27 @@ def test_a_network_without_all_reduce_is_named() -> None:
     halves = {k: v for k, v in net.collectives.items() if k != "all_reduce"}
     with pytest.raises(Error, match="has no all_reduce"):
         choose(made_profile([100], [0.1]), msgspec.structs.replace(net, collectives=halves))
+
+
+def test_a_technique_of_which_nothing_better_was_found_is_not_said_to_be_proven_worse() -> None:
+    """No plan of burst was made that is faster than overlap, yet its bound is below."""
+    found = choose(profile(0, 3), network(1.0, 1e-2), devices=2, batch=4)
+    dropped = {d.combination.technique: d.why for d in found.dropped}
+    assert dropped["burst"] == "none" and found.gap > 0
+    exact = [d for d in found.dropped if d.combination.exact]
+    assert all(d.why in ("bound", "slow") for d in exact)
+    told = " ".join(sentences(found))
+    assert "1 without a better plan" in told and "might be up to 14.9 % better" in told
+
+
+def test_a_burst_plan_carries_the_figures_that_it_was_chosen_by() -> None:
+    found = choose(uneven(), preset("10gbe-8"))
+    bursts = [c for c in (found.chosen, *found.scored) if isinstance(c.plan, BurstPlan)]
+    assert bursts
+    for c in bursts:
+        assert isinstance(c.plan, BurstPlan)
+        told = c.plan.prediction
+        assert (told.iteration, told.device_time) == (c.score.iteration, c.score.device_time)
 
 
 @pytest.mark.parametrize("seed", range(6))

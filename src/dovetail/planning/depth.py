@@ -239,13 +239,16 @@ def plan(
     costs = Costs(profile, found, tuple(devices or [Device()] * count), optimiser_copies)
     setting = Setting(costs, batch or profile.batch, min_contributors, network)
     even = _phase(costs, _full(setting)[0])
+    choices = parse(policy)(setting)
+    for _, depths, batches in choices:
+        _check_memory(costs, policy, depths, batches)
     made = DepthPlan(
         policy=policy,
         profile=profile.name,
         network=network.name if network else "none",
         layers=tuple(layer.name for layer in profile.layers),
         segments=found,
-        phases=tuple(_phase(costs, choice) for choice in parse(policy)(setting)),
+        phases=tuple(_phase(costs, choice) for choice in choices),
         full=even,
     )
     full = _timed(msgspec.structs.replace(made, phases=(even,)), profile, network)[0]
@@ -262,6 +265,17 @@ def compare(
 ) -> list[DepthPlan]:
     """One plan for every policy, in the order in which they are given."""
     return [plan(profile, network, workers=workers, batch=batch, policy=name) for name in policies]
+
+
+def _check_memory(costs: Costs, policy: str, depths: Sequence[int], batches: Sequence[int]) -> None:
+    """Policies that start at full depth have no shallower one to offer, so they need a check of their own."""
+    for w, (device, depth, batch) in enumerate(zip(costs.devices, depths, batches, strict=True)):
+        needed = costs.memory(depth, batch)
+        if device.memory is not None and needed > device.memory:
+            raise Error(
+                f"{policy}: worker {w} at depth {depth} with {batch} samples needs {needed:,} bytes, expected at most "
+                f"{device.memory:,}"
+            )
 
 
 def _phase(costs: Costs, choice: Choice) -> Phase:

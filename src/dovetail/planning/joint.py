@@ -20,10 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
+
 from dovetail.core.burst import BurstPlan
 from dovetail.core.errors import Error
 
-from .joint_parts import TECHNIQUES, AnyPlan, Combination, Excluded, Question, combinations
+from .joint_parts import TECHNIQUES, AnyPlan, Combination, Excluded, Question, combinations, reference
 
 ROUNDING = 1e-9
 """Differences below this share are none."""
@@ -76,7 +78,8 @@ class Dropped:
 
     combination: Combination
     why: str
-    """"bound": it cannot be better than what was found; "slow": it cannot be as fast as it must be."""
+    """"bound": it cannot be better than what was found; "slow": it cannot be as fast as it must be; "none": none of the
+    plans that were made of it is better, but its bound does not say that there is none."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,14 @@ def throughput(q: Question, score: Score) -> float:
     return (q.one_device + score.useful) / score.iteration
 
 
+def _scored(c: Combination, plan: AnyPlan, score: Score) -> Candidate:
+    """Burst plans come with the cost model's word, which hides nothing: one plan should have one prediction."""
+    if isinstance(plan, BurstPlan):
+        told = msgspec.structs.replace(plan.prediction, iteration=score.iteration, device_time=score.device_time)
+        plan = msgspec.structs.replace(plan, prediction=told)
+    return Candidate(c, plan, score)
+
+
 class Search:
     """Looks at combinations and remembers what it saw."""
 
@@ -169,14 +180,24 @@ class Search:
         self.combinations, excluded = combinations(question)
         self.excluded = list(excluded)
         self._seen: dict[tuple[str, int], Candidate | None] = {}
+        self._impossible: set[tuple[str, int]] = set()
 
     @cached_property
     def baseline(self) -> Candidate:
-        """Torch's DistributedDataParallel on as many devices as there are, or as share the batch."""
-        widest = max((c for c in self.combinations if c.technique == "ddp"), key=lambda c: c.devices)
+        """Torch's DistributedDataParallel on as many devices as there are, or as share the batch.
+
+        Where its memory is not enough on any number of devices it is there to compare with only.
+        """
+        ddp = [c for c in self.combinations if c.technique == "ddp"]
+        widest = max(ddp, key=lambda c: c.devices) if ddp else reference(self.question)
         found = self.candidate(widest)
         assert found is not None, "it is planned without a limit"
         return found
+
+    @property
+    def fits(self) -> bool:
+        """Whether the baseline could be chosen."""
+        return any(c.technique == "ddp" for c in self.combinations)
 
     @cached_property
     def aim(self) -> Aim:
@@ -195,24 +216,27 @@ class Search:
         key = c.technique, c.devices
         if self._seen.get(key) is not None:
             return self._seen[key]
+        if key in self._impossible:
+            return None  # said once
         aim = Aim(self.question) if limit == math.inf else self.aim
         best: Candidate | None = None
         try:
             for plan in c.make(limit):
-                made = Candidate(c, plan, self._score(plan))
+                made = _scored(c, plan, self._score(plan))
                 if aim.reached(made.score) and (best is None or aim.cost(made.score) < aim.cost(best.score)):
                     best = made
         except Error as e:
             if c.technique == "ddp":
                 raise
+            self._impossible.add(key)
             self.excluded.append(Excluded(c.technique, f"on {c.devices} devices: {e}"))
         self._seen[key] = best
         return best
 
     def run(self) -> Joint:
         aim = self.aim
-        best = self.baseline if aim.reached(self.baseline.score) else None
-        scored, dropped = [self.baseline], list[Dropped]()
+        best = self.baseline if self.fits and aim.reached(self.baseline.score) else None
+        scored, dropped = [self.baseline] if self.fits else [], list[Dropped]()
         first = {name: i for i, name in enumerate(TECHNIQUES)}
         todo = [c for c in self.combinations if c is not self.baseline.combination]
         todo.sort(key=lambda c: (c.technique not in ("ddp", "merging"), aim.least(c), first[c.technique], c.devices))
@@ -227,11 +251,14 @@ class Search:
             out = len(self.excluded)
             found = self.candidate(c, aim.longest(c, cost))
             if found is None and len(self.excluded) == out:
-                dropped.append(Dropped(c, "bound" if best is not None else "slow"))
+                proven = "bound" if best is not None else "slow"
+                dropped.append(Dropped(c, proven if c.exact else "none"))
             elif found is not None:
                 scored.append(found)
                 if best is None or self._better(found, best):
                     best = found
+        if best is None and not (scored or self.fits) and (not dropped or aim.within == math.inf):
+            raise self._no_memory()
         if best is None:
             fastest = min(c.bound for c in self.combinations)
             raise Error(
@@ -253,6 +280,13 @@ class Search:
             value=sign * value,
             bound=sign * min([value, *open_ends]),
             search=self,
+        )
+
+    def _no_memory(self) -> Error:
+        q, g = self.question, self.question.shares[-1]
+        return Error(
+            f"no plan for {q.profile.name!r} at a global batch of {q.batch:,} on up to {q.devices:,} devices fits: for "
+            f"data parallelism {g:,} need {q.needed(g):,} bytes each, expected at most {q.memory:,}"
         )
 
     def _better(self, a: Candidate, b: Candidate) -> bool:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from dovetail.core.burst import BurstPlan
 from dovetail.core.depth import DepthPlan
@@ -32,11 +33,11 @@ from dovetail.core.plan import Plan
 from dovetail.core.profile import LayerTime, Profile
 from dovetail.core.store import MOST_SECONDS
 
-from . import _Overlapped, _Setting, burst_bound, burst_overlap, depth, policies
+from . import _Overlapped, _Setting, burst_bound, burst_overlap, burst_rules, depth, policies
 from . import overlap as overlapping
 from .burst import BurstPlanner, useful_counts
 from .burst_bound import least_seconds
-from .burst_cost import NetworkLinks, ProfileCost
+from .burst_cost import NetworkLinks, ProfileCost, local_batch
 from .depth_cost import Device
 from .stream import allowed
 
@@ -49,8 +50,12 @@ TECHNIQUES = ("ddp", "merging", "overlap", *PARTIAL, "burst")
 """The simplest first: of equals that one is chosen."""
 MOST_CELLS = 1500
 """Layers times device counts up to which burst plans are made of every useful count; beyond it of powers of two."""
+FEW_CELLS = 400
+"""The same, up to which every plan that `dovetail plan --burst` shows is a candidate: those take a while to make."""
 LIMITS = (1.05, 1.25, 1.5, 2.0)
 """Device-times, in multiples of one device's, for which burst plans are made where not only the time counts."""
+SHOWN = (1.1, 1.25, 1.5, 2.0, 3.0)
+"""Those for which `dovetail plan --burst` shows plans."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def combinations(q: Question) -> tuple[list[Combination], list[Excluded]]:
     for g in shares:
         found += _parallel(q, g, reasons)
     if "partial" not in reasons:
-        # A shallow worker needs less memory than a full one, so depth planning looks at that itself.
+        # A shallow worker needs less memory than a full one, so depth planning looks at memory itself.
         found += [_partial(q, g, name) for name in PARTIAL for g in q.shares if g > 1]
     if "burst" not in reasons:
         try:
@@ -141,25 +146,35 @@ def combinations(q: Question) -> tuple[list[Combination], list[Excluded]]:
     return found, [*out, *(Excluded(technique, why) for technique, why in reasons.items())]
 
 
+def reference(q: Question) -> Combination:
+    """Torch's own on as many devices as share the batch, whether it fits into memory or not."""
+    return _parallel(q, q.shares[-1], ("merging", "overlap"))[0]
+
+
 def _that_fit(q: Question, out: list[Excluded]) -> list[int]:
     """Numbers of devices on which a local batch fits into memory."""
     if q.shares[-1] < q.devices:
         out.append(
             Excluded(
                 "data parallelism on all devices",
-                f"{q.devices:,} devices do not share a global batch of {q.batch:,} evenly; {q.shares[-1]:,} do",
+                f"{q.devices:,} devices do not share a global batch of {q.batch:,} evenly; {q.shares[-1]:,} "
+                f"{'does' if q.shares[-1] == 1 else 'do'}",
             )
         )
     if q.memory is None:
         return list(q.shares)
     fits = [g for g in q.shares if q.needed(g) <= q.memory]
     if not fits:
-        least = q.needed(q.shares[-1])
-        raise Error(
-            f"no data parallelism for {q.profile.name!r} at a global batch of {q.batch:,}: {q.shares[-1]:,} devices "
-            f"need {least:,} bytes each, expected at most {q.memory:,}"
+        # Partial depth keeps less, and burst also divides batches that are not shared evenly.
+        g = q.shares[-1]
+        needs = "one needs" if g == 1 else f"{g:,} need"
+        out.append(
+            Excluded(
+                "data parallelism",
+                f"{needs} {q.needed(g) / 2**30:.2f} GiB each, and there are {q.memory / 2**30:.2f}",
+            )
         )
-    if len(fits) < len(q.shares):
+    elif len(fits) < len(q.shares):
         g = max(g for g in q.shares if g not in fits)
         out.append(
             Excluded(
@@ -188,7 +203,7 @@ def _refused(q: Question) -> dict[str, str]:
     elif len(measured) == 1:
         wanted = [b for b in _halvings(q.batch) if b * q.devices >= q.batch][-8:]
         reasons["burst"] = (
-            f"only one local batch ({measured[0]}) was measured, so no layer can look uneven: "
+            f"only one local batch ({measured[0]}) was measured, which does not tell how layer times follow it: "
             f"`dovetail profile MODEL --batches {','.join(map(str, sorted(wanted)))}`"
         )
     return reasons
@@ -280,18 +295,26 @@ def _burst(q: Question) -> list[Combination]:
     cost = ProfileCost(profile, q.batch, NetworkLinks(q.network))
     planner = BurstPlanner(profile, cost, q.devices, counts=counts, memory=q.memory, network=q.network.name)
 
+    # What `dovetail plan --burst` plans with.
+    shown = replace(planner, profile=q.profile, cost=ProfileCost(q.profile, q.batch, NetworkLinks(q.network)))
     least = burst_bound.relaxations(planner)
 
     def make(limit: float) -> list[AnyPlan]:
         # What is best where 0 to 100 % of the gradients hide, and what is best where the links are the limit: the
         # simulator, which knows how much hides, then decides.
         plans = least + [burst_overlap.partly_hidden(planner, share).fastest() for share in burst_overlap.SHARES]
+        plans += burst_rules.data_parallel(planner)
+        with contextlib.suppress(Error):  # its rule knows chains only
+            plans.append(burst_rules.deeppool(shown)[0])
+        if len(counts) * len(profile.layers) <= FEW_CELLS:
+            plans += shown.tradeoff(SHOWN)
         if q.objective != "time":
             plans += planner.tradeoff(LIMITS)
             with contextlib.suppress(Error):  # where no plan is as fast while all-reduces are paid for in full
                 plans.append(planner.cheapest(iteration=min(limit, MOST_SECONDS)))
-        uneven = {p.counts: planner.predict(p.counts, policy="auto") for p in plans if len(set(p.counts)) > 1}
-        return [p for p in uneven.values() if _computing(planner, p) <= limit]
+        made = {p.counts: planner.predict(p.counts, policy="auto") for p in plans if _of_its_own(q, p)}
+        fit = [p for p in made.values() if q.memory is None or p.prediction.memory <= q.memory]
+        return [p for p, seconds in zip(fit, _computing(planner, fit), strict=True) if seconds <= limit]
 
     return [
         Combination(
@@ -306,13 +329,19 @@ def _burst(q: Question) -> list[Combination]:
     ]
 
 
-def _computing(planner: BurstPlanner, plan: BurstPlan) -> float:
-    """Seconds that rank 0 computes at least."""
-    cost = planner.cost
-    return sum(
-        min(float(cost.compute(v, -(-cost.batch // g))), float(cost.compute(v, max(1, cost.batch // g))))
-        for v, g in enumerate(plan.counts)
-    )
+def _of_its_own(q: Question, plan: BurstPlan) -> bool:
+    """Whether data parallelism is not the same: it needs equal numbers for all layers, which share the batch evenly."""
+    return len(set(plan.counts)) > 1 or q.batch % plan.counts[0] != 0
+
+
+def _computing(planner: BurstPlanner, plans: Sequence[BurstPlan]) -> list[float]:
+    """Seconds that rank 0 computes at least, for every plan."""
+    cost, counts = planner.cost, sorted({g for plan in plans for g in plan.counts})
+    at = {g: k for k, g in enumerate(counts)}
+    most = local_batch(cost.batch, counts)
+    least = np.maximum(1, cost.batch // np.array(counts, dtype=np.int64))
+    seconds = [np.minimum(cost.compute(v, most), cost.compute(v, least)) for v in range(len(planner.profile.layers))]
+    return [sum(float(seconds[v][at[g]]) for v, g in enumerate(plan.counts)) for plan in plans]
 
 
 def shared_out(profile: Profile) -> Profile:

@@ -40,8 +40,8 @@ def table(found: Joint) -> RenderableType:
     before: Candidate | None = None
     for step in found.steps:
         mark, s = step is found.chosen, step.score
-        row = [f"{'->' if mark else '  '} {_part(step, before)}", f"{step.devices:,}", units.seconds(s.iteration)]
-        row += [units.seconds(s.device_time)]
+        row = [f"{'->' if mark else '  '} {_part(found, step, before)}", f"{step.devices:,}"]
+        row += [units.seconds(s.iteration), units.seconds(s.device_time)]
         row += [f"{throughput(found.question, s):.2f}"] if background else []
         made.add_row(*row, _change(found, s, before), style="bold" if mark else "")
         before = step
@@ -49,9 +49,9 @@ def table(found: Joint) -> RenderableType:
     return Group(made, *([Text(note, style="dim")] if note else []))
 
 
-def _part(step: Candidate, before: Candidate | None) -> str:
+def _part(found: Joint, step: Candidate, before: Candidate | None) -> str:
     if before is None:
-        return NAMES["ddp"]
+        return NAMES["ddp"] if found.search.fits else f"{NAMES['ddp']}, does not fit"
     if step.technique == "ddp":
         return "+ fewer devices"
     return f"+ {NAMES[step.technique]}"
@@ -86,6 +86,8 @@ def rejected(found: Joint) -> RenderableType:
             devices = f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,}-{numbers[-1]:,}"
             slow = all(d.why == "slow" for d in drops)
             why = "cannot be as fast as wanted" if slow else "no plan of it can be better"
+            if any(d.why == "none" for d in drops):
+                why = "found none that is better"
             made.add_row(NAMES[technique], devices, f">= {units.seconds(least)}", why)
     return made
 
@@ -131,14 +133,18 @@ def sentences(found: Joint) -> list[str]:
     ]
     if math.isfinite(found.within):
         lines.append(f"Wanted: {_wanted(found)}, with iterations of at most {units.seconds(found.within)}.")
-    local = "" if isinstance(chosen.plan, BurstPlan) else f", local batch {_local(chosen)}"
     lines.append(
-        f"Chosen: {NAMES[chosen.technique]} on {units.count(chosen.devices, 'device')}{local}: predicted "
+        f"Chosen: {NAMES[chosen.technique]} on {units.count(chosen.devices, 'device')}{_local(chosen)}: predicted "
         f"{units.seconds(chosen.score.iteration)} per iteration and {units.seconds(chosen.score.device_time)} of "
         f"device-time. {_against(found, chosen, base)}"
     )
     lines.append(_sure(found))
     lines += _doubts(found)
+    if q.optimizer:
+        lines.append(
+            f"The optimiser counts for overlap only ({units.seconds(q.optimizer)} for a rank's share, between the "
+            f"phases). For all others its time on all parameters comes on top of these figures."
+        )
     if chosen.technique in PARTIAL:
         lines.append("Partial depth changes the statistics of the gradients: compare what it learns (docs/partial.md).")
     lines.append("Predicted from the profile and the network; nothing ran.")
@@ -156,14 +162,19 @@ def _wanted(found: Joint) -> str:
 def _local(c: Candidate) -> str:
     if isinstance(c.plan, DepthPlan):
         batches = sorted(set(c.plan.phases[-1].batches))
-        return str(batches[0]) if len(batches) == 1 else f"{batches[0]} to {batches[-1]}"
-    assert not isinstance(c.plan, BurstPlan)
-    return str(c.plan.batch)
+        return f", local batch {batches[0]}" + (f" to {batches[-1]}" if len(batches) > 1 else "")
+    if not isinstance(c.plan, BurstPlan):
+        return f", local batch {c.plan.batch}"
+    if len(set(c.plan.counts)) > 1:
+        return ""
+    # The batch is not shared evenly here: otherwise it would be data parallelism.
+    return f", the same for every layer, local batch up to {-(-c.plan.batch // c.devices)}"
 
 
 def _against(found: Joint, chosen: Candidate, base: Candidate) -> str:
     told = f"torch's DDP on {units.count(base.devices, 'device')} is predicted at "
     told += f"{units.seconds(base.score.iteration)} and {units.seconds(base.score.device_time)}"
+    told += "" if found.search.fits else ", and its memory is not enough"
     if chosen is base:
         return "That is torch's own: nothing to change."
     now, then = _value(found, chosen.score), _value(found, base.score)
@@ -175,11 +186,16 @@ def _against(found: Joint, chosen: Candidate, base: Candidate) -> str:
 
 
 def _sure(found: Joint) -> str:
-    planned, dropped = len(found.scored), len(found.dropped)
-    told = f"{units.count(found.considered, 'combination')}: {planned} planned and simulated, {dropped} dropped by "
-    told += "lower bounds. "
+    planned, none = len(found.scored), sum(d.why == "none" for d in found.dropped)
+    told = f"{units.count(found.considered, 'combination')}: {planned} planned and simulated, "
+    told += f"{len(found.dropped) - none} dropped by lower bounds"
+    told += f", {none} without a better plan. " if none else ". "
     if found.gap < 1e-6:
-        return told + "None of them can be better."
+        told += "None of them can be better."
+        seen = {c.technique for c in found.search.combinations}
+        missing = [name for name in ("merging", "overlap", "burst") if name not in seen and found.question.devices > 1]
+        names = ", ".join(NAMES[name].partition(":")[0] for name in missing)
+        return told + (f" Not among them: {names}." if missing else "")
     return told + (
         f"Burst plans whose gradients hide behind backward are not searched exactly: by their bound one might be up to "
         f"{units.percent(found.gap)} better."
@@ -267,6 +283,7 @@ def as_data(found: Joint) -> dict[str, Any]:
         "dropped": len(found.dropped),
         "chosen": _candidate(found, found.chosen),
         "baseline": _candidate(found, found.baseline),
+        "baseline_fits": found.search.fits,
         "steps": [_candidate(found, c) for c in found.steps],
         "scored": [_candidate(found, c) for c in found.scored],
         "not_considered": [{"technique": e.technique, "why": e.why} for e in found.excluded],
