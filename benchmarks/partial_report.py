@@ -155,7 +155,8 @@ def _plateau(found: dict[str, Row]) -> str:
     whole = float(np.mean([c[0][2] - c[-1][2] for c in curves]))
     told = f" Full backpropagation gained {last:.4f} of test loss in its last eighth, {whole:.4f} since its first"
     if TWICE in found:
-        told += f"; with twice the steps it ends {-found[TWICE].above(found['full']).mean():.4f} lower"
+        more = float(found[TWICE].above(found["full"]).mean())
+        told += f"; with twice the steps it ends {abs(more):.4f} {'lower' if more < 0 else 'higher'}"
     return f"{told}."
 
 
