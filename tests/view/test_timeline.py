@@ -103,3 +103,12 @@ def test_the_module_shows_itself() -> None:
     command = [sys.executable, "-m", "dovetail.view.timeline"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert headline(timelines()[0])[:40] in done.stdout
+
+
+def test_of_two_spans_at_a_time_one_has_its_name_whole() -> None:
+    spans = [
+        Span(track="rank 0/network", name=f"bucket {i}", kind="communication", start=start, stop=start + 6.0)
+        for i, start in enumerate((0.0, 1.0, 9.0))
+    ]
+    row = line(text(Timeline(name="t", source="measured", spans=tuple(spans))), "rank 0/network")
+    assert row.count("bucket") == 2 and "bucket 0" in row and "bucket 2" in row

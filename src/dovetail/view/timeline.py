@@ -85,12 +85,15 @@ def _runs(
     """(look, text) for stretches of equal look, with names written where they fit."""
     looks = bins(drawn, origin, step, cells)
     signs = [(LOOKS[k].ascii if plain else LOOKS[k].sign) if k else " " for k in looks]
+    named = [False] * cells
     for p in drawn:
         first, last = round((p.start - origin) / step), min(round((p.stop - origin) / step), cells)
         name = next((n for n in tracks.short(p.name) if last - first >= len(n) + 2), None)
         if name and len(set(looks[first:last])) == 1:
             at = first + (last - first - len(name)) // 2
-            signs[at : at + len(name)] = list(name)
+            if not any(named[at : at + len(name)]):  # two spans at a time: one name
+                signs[at : at + len(name)] = list(name)
+                named[at : at + len(name)] = [True] * len(name)
     at = 0
     while at < cells:
         end = at
