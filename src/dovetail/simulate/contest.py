@@ -12,6 +12,7 @@ several names: they take one turn and share its times, so noise cannot tell them
 from __future__ import annotations
 
 import random
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -202,13 +203,19 @@ def _rank(spec: Spec) -> Any:
                 step()
             times[name] += agree.largest([step() for _ in range(spec.steps)], group, device)
         _say(f"round {turn + 1} of {spec.rounds}")
+    recorded: dict[str, list[Timeline]] = {"ddp": [], DOVETAIL: []}
+    for _ in range(2):
+        for name, steps in recorded.items():
+            reducer.exchange(model, configs[name])
+            with model.record() as recording:
+                for _ in range(SETTLE + 2):
+                    step()
+            steps += _steps(recording.timeline(emulated=True))
     timelines = {}
-    for name in ("ddp", DOVETAIL):
-        reducer.exchange(model, configs[name])
-        with model.record() as recording:
-            for _ in range(SETTLE + 3):
-                step()
-        timelines[name] = msgspec.structs.replace(_usual(recording.timeline(emulated=True)), name=name)
+    for name, steps in recorded.items():
+        usual = statistics.median(next(times[names[0]] for names in alike if name in names))
+        near = min(steps, key=lambda t: abs(t.duration - usual))  # what is drawn is like what was measured above
+        timelines[name] = msgspec.structs.replace(near, name=name)
     outcome = Outcome(
         network=network,
         entries=tuple(
@@ -232,18 +239,16 @@ def _rank(spec: Spec) -> Any:
     return msgspec.to_builtins(outcome)
 
 
-def _usual(recorded: Timeline) -> Timeline:
-    """Of the recorded steps the one of median length, from zero on."""
+def _steps(recorded: Timeline) -> list[Timeline]:
+    """Recorded steps one by one, each from zero on."""
     steps: list[list[Span]] = []
+    began = 0.0
     for span in recorded.spans:
         if span.kind == "forward":
             steps.append([])
-        steps[-1].append(span)
-    steps.sort(key=lambda spans: max(s.stop for s in spans) - spans[0].start)
-    usual = steps[len(steps) // 2]
-    origin = usual[0].start
-    moved = [msgspec.structs.replace(s, start=s.start - origin, stop=s.stop - origin) for s in usual]
-    return msgspec.structs.replace(recorded, spans=tuple(moved))
+            began = span.start
+        steps[-1].append(msgspec.structs.replace(span, start=span.start - began, stop=span.stop - began))
+    return [msgspec.structs.replace(recorded, spans=tuple(spans)) for spans in steps]
 
 
 def _plans(spec: Spec, network: Network, workers: int) -> dict[str, Plan]:
