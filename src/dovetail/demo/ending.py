@@ -146,7 +146,6 @@ def _contents(s: Story) -> Any:
         ran.append(msgspec.structs.replace(s.outcome.timelines[DOVETAIL], name=OURS))
     else:  # the same program twice: one picture
         ran[0] = msgspec.structs.replace(ran[0], name=f"{THEIRS}, which {OURS} kept")
-    tried = [line.split(None, 1)[1] for line in s.outcome.explained.splitlines() if line.startswith("  result")]
     shown = ("timelines", "plans", "profiles", "networks", "scaling")
     found = sort(
         [s.profile, s.network, s.kept, s.forward, *ran, s.predicted],
@@ -154,8 +153,18 @@ def _contents(s: Story) -> Any:
         beside=[s.halves],
         only=shown,
     )
-    saw = "In its own trial steps, before this run, dovetail saw"
-    return replace(found, notes=tuple(f"{saw}: {t.replace('%', ' %')}." for t in tried))
+    return replace(found, notes=(_over_all(s),))
+
+
+def _over_all(s: Story) -> str:
+    """What the contest says; what is drawn is one step of each."""
+    if s.outcome.kept is None:
+        return f"{OURS} tried its plans in real steps, found none that is faster, and kept torch's own buckets."
+    theirs, ours, _ = lines(s)
+    count, saved = len(s.outcome.entry(DOVETAIL).seconds), 1 - ours.seconds / theirs.seconds
+    took = f"{THEIRS} took {units.seconds(theirs.seconds)} and {OURS} {units.seconds(ours.seconds)}"
+    difference = f"{units.percent(abs(saved))} {'less' if saved >= 0 else 'more'}"
+    return f"Drawn is one step of each. Over {count} steps each, in turns, {took} (median): {difference}."
 
 
 def as_json(found: list[Line]) -> list[dict[str, Any]]:
