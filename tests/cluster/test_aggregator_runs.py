@@ -122,8 +122,7 @@ def test_losses_do_not_depend_on_who_runs_the_tasks_or_which_executors_die(
     aggregator = shop.aggregator("2", 1, desk)
     hello = desk.hello()
     dying = [shop.executor(hello, 0, die_after=4), shop.executor(hello, 1, die_after=19, jitter=0.003)]
-    # On a busy machine an executor may be let go before the task at which it would die; losses must not care.
-    assert {shop.wait(pid) for pid in dying} <= {-9, 0}
+    assert [shop.wait(pid) for pid in dying] == [-9, -9]
     for device, jitter in ((0, 0.002), (2, 0.006)):
         shop.executor(hello, device, jitter=jitter, twice=0.3, ahead=device == 2)
     finish(shop, desk, aggregator, "2")

@@ -216,7 +216,7 @@ def execute(
                 continue
             except task.Stale:
                 continue
-            if count == die_after:
+            if 0 <= die_after <= count:  # not ==: the so-manieth may have been a stale one
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(jitter * chance.random())
             connection.send(done)
