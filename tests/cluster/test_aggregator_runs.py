@@ -137,10 +137,10 @@ def test_a_run_whose_aggregator_is_killed_again_and_again_ends_as_the_undisturbe
     for epoch in range(1, 6):
         aggregator = shop.aggregator("3", epoch, desk)
         hello = desk.hello()
-        executors = [shop.executor(hello, device, jitter=0.001) for device in (0, 1)]
+        executors = [shop.executor(hello, device, jitter=0.01) for device in (0, 1)]
         went_on.append(desk.hear(Progress).iteration)
         if epoch < 5:
-            until = went_on[-1] + chance.randint(0, 20)
+            until = went_on[-1] + chance.randint(0, 6)
             while desk.hear(Progress).iteration < until:
                 pass
             time.sleep(chance.uniform(0.0, 0.05))
