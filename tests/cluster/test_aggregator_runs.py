@@ -140,12 +140,13 @@ def test_a_run_whose_aggregator_is_killed_again_and_again_ends_as_the_undisturbe
         executors = [shop.executor(hello, device, jitter=0.01) for device in (0, 1)]
         went_on.append(desk.hear(Progress).iteration)
         if epoch < 5:
-            until = went_on[-1] + chance.randint(0, 6)
+            until = went_on[-1] + chance.randint(6, 14)
             while desk.hear(Progress).iteration < until:
                 pass
             time.sleep(chance.uniform(0.0, 0.05))
             shop.kill(aggregator)
             shop.memory("3", epoch).unlink()  # as whoever starts next does
+            (folder / "checkpoints").mkdir(exist_ok=True)
             (folder / "checkpoints" / ".00000099.pt.1").write_bytes(b"half-written")
         else:
             finish(shop, desk, aggregator, "3", epoch)
