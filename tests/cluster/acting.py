@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 from dovetail.cluster import messages as m
 from dovetail.cluster.wire import Connection, Lost
 
-KEY = "the secret"
+KEY = f"the secret of {os.getpid()}"
+"""Of this process: an executor of a test elsewhere may look for its dead aggregator at a port that is ours by now."""
 NODE = "here"
 ROOT = Path(__file__).resolve().parents[2]
 M = TypeVar("M", bound=m.Message)
@@ -66,6 +67,8 @@ class Server(threading.Thread):
     def _serve(self, connection: Connection) -> None:
         try:
             for message in connection.waiting():
+                if isinstance(message, m.Join | m.Hello) and message.key != KEY:
+                    raise Lost("a stranger")
                 self.log.append((time.monotonic(), message))
                 self.heard(connection, message)
         except Lost:
@@ -136,7 +139,7 @@ class Aggregator(Server):
 
     def heard(self, connection: Connection, message: m.Message) -> None:
         if isinstance(message, m.Join):
-            assert (message.key, message.job, message.epoch) == (KEY, self.job, self.epoch)
+            assert (message.job, message.epoch) == (self.job, self.epoch), message
             self.joined.append(connection)
             connection.send(m.Welcome(memory=f"arena of {self.job}"))
             if not self._waiting:
