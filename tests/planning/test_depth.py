@@ -19,6 +19,7 @@ from dovetail.planning.depth import COMPARED, Device, compare, described, plan
 from dovetail.planning.depth_cost import Costs, traffic
 from dovetail.planning.depth_stream import depth_stream
 from dovetail.planning.exact import fewest
+from dovetail.planning.joint_parts import Question
 from dovetail.planning.segments import partition, segments
 from dovetail.planning.shares import assign, balance, deepen
 from dovetail.planning.stream import objective
@@ -234,12 +235,14 @@ def test_slow_devices_take_shallow_depths() -> None:
 
 def test_small_devices_take_the_depths_that_they_hold() -> None:
     profile = even()  # 8 layers of 1000 bytes of weights and 4 bytes of output for each of 8 samples
-    fixed, layer = 4 * 8000 + 32, 32
-    small = Device(memory=fixed + 2 * layer)
+    fixed, layer = 4 * 8000, 32
+    small = Device(memory=fixed + 3 * layer)  # two layers are kept, the output of one is on its way
     made = plan(profile, policy="ladder", devices=[Device(), small, Device(), Device()])
     assert made.phases[0].depths[1] == 1
     for worker, prediction in enumerate(made.phases[0].workers):
-        assert prediction.memory == fixed + 2 * made.phases[0].depths[worker] * layer
+        depth = made.phases[0].depths[worker]
+        assert prediction.memory == fixed + (2 * depth + (depth < 4)) * layer
+    assert made.full.workers[0].memory == Question(profile, made_network(0.0, 0.0), devices=4, batch=32).needed(4)
     with pytest.raises(Error, match="do not fit the workers' memory: worker 0 holds at most depth 1"):
         plan(profile, policy="ladder", devices=[small] * 4)
     with pytest.raises(Error, match="worker 1 has memory for depth 1 at most, got 4"):

@@ -219,13 +219,13 @@ def plan(
     min_contributors: int = 1,
     devices: Sequence[Device] | None = None,
     cuts: Sequence[str] | None = None,
-    optimiser_copies: int = 2,
+    optimizer_copies: int = 2,
 ) -> DepthPlan:
     """A depth plan by one policy.
 
     `workers` defaults to the number of devices or to the network's ranks, `segments` to the number of workers (or as
     many as the layers allow), `batch` to the profile's own. Without a network communication takes no time. `cuts` names
-    the modules before which a segment may begin; `optimiser_copies` is the optimiser's state in copies of the weights.
+    the modules before which a segment may begin; `optimizer_copies` is the optimiser's state in copies of the weights.
     """
     count = workers or (len(devices) if devices else network.ranks if network else 0)
     if count < 1:
@@ -236,7 +236,7 @@ def plan(
         raise Error(f"min_contributors: expected 1 to {count}, got {min_contributors}")
     possible = len({t.layer for t in profile.tensors}) if cuts is None else len(cuts) + 1
     found = cut(profile, min(count, possible) if segments is None else segments, cuts=cuts)
-    costs = Costs(profile, found, tuple(devices or [Device()] * count), optimiser_copies)
+    costs = Costs(profile, found, tuple(devices or [Device()] * count), optimizer_copies)
     setting = Setting(costs, batch or profile.batch, min_contributors, network)
     even = _phase(costs, _full(setting)[0])
     choices = parse(policy)(setting)

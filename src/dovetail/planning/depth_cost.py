@@ -34,7 +34,7 @@ class Costs:
     profile: Profile
     segments: tuple[Segment, ...]
     devices: tuple[Device, ...]
-    optimiser_copies: int
+    optimizer_copies: int
     """Bytes of optimiser state over bytes of weights: 2 for Adam, 1 for momentum."""
 
     @cached_property
@@ -91,9 +91,13 @@ class Costs:
         return batch * sum(layer.activation_bytes for layer in self.profile.layers[first:])
 
     def memory(self, depth: int, batch: int) -> int:
-        """Weights, gradients, the optimiser's state, what is kept, and the widest layer's output on its way."""
-        passing = batch * max(layer.activation_bytes for layer in self.profile.layers)
-        fixed = self.profile.parameter_bytes * (2 + self.optimiser_copies)
+        """Weights, gradients, the optimiser's state, what is kept, and the widest output on its way to the cut.
+
+        At full depth all of it is kept: then this is what data parallelism needs.
+        """
+        first = self.segments[len(self.segments) - depth].start
+        passing = batch * max((layer.activation_bytes for layer in self.profile.layers[:first]), default=0)
+        fixed = self.profile.parameter_bytes * (2 + self.optimizer_copies)
         return fixed + passing + self.activations(depth, batch)
 
     def deepest(self, worker: int, batch: int) -> int:
