@@ -1,6 +1,6 @@
 """One plan for everything: what `dovetail plan --auto` chooses, against single techniques on paper and DDP in runs.
 
-On paper: ResNet-50, and VGG16 and Wide-ResNet-101-2 by published A100 layer times where those are at hand, on published
+On paper: ResNet-50, and VGG16 and WideResNet-101-2 by published A100 layer times where those are at hand, on preset
 networks: never worse than any single technique, and how long planning takes. In runs: on four emulated devices with
 rate-limited links (network namespaces, so root is needed) the network is measured, the planner chooses, and the plan
 runs beside torch's DistributedDataParallel, turn by turn.
@@ -144,12 +144,12 @@ def published() -> list[tuple[str, Profile]]:
     if not DATA.exists():
         console.print("benchmarks/joint.py: the published layer times are not at hand: ResNet-50 only")
         return []
-    return [("VGG16", read_layer_table(DATA, "vgg")), ("Wide-ResNet-101-2", read_layer_table(DATA, "wrn"))]
+    return [("VGG16", read_layer_table(DATA, "vgg")), ("WideResNet-101-2", read_layer_table(DATA, "wrn"))]
 
 
 def show_paper(cells: list[dict[str, Any]]) -> None:
     table = Table(
-        title=f"predicted: the joint plan on published networks, a local batch of {LOCAL}", title_justify="left"
+        title=f"predicted: the joint plan on preset networks, a local batch of {LOCAL}", title_justify="left"
     )
     for column in ("model", "network", "chosen", "iteration", "of DDP", "best single", "may be left", "planned in"):
         table.add_column(column, justify="left" if column in ("model", "network", "chosen") else "right")

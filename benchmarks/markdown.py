@@ -31,7 +31,7 @@ def contests(result: dict[str, Any]) -> list[str]:
             "",
             f"**{model}, {regime}**: forward {first['forward']:g} s, backward {first['backward']:g} s{latency}; "
             f"measured all-reduce {fit['latency'] * 1e3:.1f} ms + {fit['seconds_per_byte'] * 1e9:.2f} ns/B; "
-            f"lower bound {first['lower_bound']:.3f} s",
+            f"predicted lower bound of merging {first['lower_bound']:.3f} s",
             "",
             "| policy | buckets | iteration, s (10–90 %) | of DDP | predicted, s |",
             "|---|--:|--:|--:|--:|",

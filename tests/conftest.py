@@ -44,5 +44,5 @@ def reference_data() -> Path:
     """Published data beside the checkout; tests that need it skip where it is absent."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
-        pytest.skip("the reference data (../shared/data) is not here")
+        pytest.skip("the published data is not beside the checkout")
     return folder

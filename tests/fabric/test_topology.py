@@ -144,7 +144,7 @@ def test_a_gml_file_with_parallel_links_and_equal_labels_is_read(tmp_path: Path)
 
 
 @pytest.mark.reference
-@pytest.mark.skipif(not ZOO.exists(), reason="no Topology Zoo files in ../shared/data")
+@pytest.mark.skipif(not ZOO.exists(), reason="no Topology Zoo files beside the checkout")
 def test_every_topology_zoo_file_is_read_whole() -> None:
     files = sorted(ZOO.glob("*.gml"))
     assert len(files) >= 8

@@ -79,7 +79,7 @@ def network(
         "net.json"
     ),
     preset: Annotated[
-        str | None, typer.Option(metavar="10gbe-16", help="Published figures instead of a measurement: FABRIC-RANKS.")
+        str | None, typer.Option(metavar="10gbe-16", help="Known figures instead of a measurement: FABRIC-RANKS.")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=2, help="Local ranks to measure with; default: 2.")] = None,
     rate: Annotated[
@@ -94,7 +94,7 @@ def network(
     name: Annotated[str | None, typer.Option(help="The network's name.")] = None,
     json: shell.Json = False,
 ) -> None:
-    """Measure a network, or take the published figures of a known one.
+    """Measure a network, or take the figures of a known one.
 
     Under torchrun it measures the group it runs in; otherwise it starts ranks on this machine.
     """

@@ -94,7 +94,7 @@ class Network(Noun, frozen=True, kw_only=True):
     name: Name
     ranks: Annotated[int, msgspec.Meta(ge=2, le=MOST_COUNT)]
     source: str
-    """How it came about: the command and backend that measured it, or where a preset's figures are published."""
+    """How it came about: the command and backend that measured it, or where a preset's figures come from."""
     measured: bool
     emulated: bool = False
     """True where latency was added or links were rate-limited on purpose."""

@@ -1,4 +1,6 @@
-"""Networks by name, from published figures: for planning without the network at hand. Nothing here was measured by us.
+"""Networks by name, from published or assumed figures: for planning without the network at hand.
+
+Nothing here was measured by us.
 
 A preset is a fabric and a number of ranks, "10gbe-16". The fabric gives two constants, alpha (seconds per step of a
 ring) and beta (seconds per byte on the wire); the ring law turns them into the cost of each collective among n ranks:

@@ -36,8 +36,8 @@ class DistributedDataParallel(TorchDDP):
     On the first steps it runs as torch's does and takes the time at which each gradient becomes ready. Then, once, it
     measures what an all-reduce costs on this process group, plans where to cut the stream of gradients into buckets,
     tries the most promising bucketings for a few real steps each beside torch's own, and keeps the fastest. From then
-    on it is torch's reducer with other bucket caps: no hook, no thread and no code of dovetail's is left on the path of
-    a step. Gradients are those of torch's DDP all along, `state_dict` too. `explain()` tells what happened.
+    on it is torch's reducer with other bucket caps: no hook and no thread of dovetail's is left on the path of a
+    step, only one `if`. Gradients are those of torch's DDP all along, `state_dict` too. `explain()` tells the story.
 
     Where planning cannot work (comm hooks, unused parameters, several dtypes, compiled modules, …) the module behaves
     as torch's does and says so in one line.

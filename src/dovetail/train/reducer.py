@@ -1,4 +1,4 @@
-"""Gives a DDP module a new reducer in place: the one file that reaches below torch's public surface.
+"""Gives a DDP module a new reducer in place: the one file that changes torch below its public surface.
 
 torch fixes a module's bucket caps when the module is wrapped. Unpickling a wrapped module, however, builds its reducer
 anew, and so do we, with other caps: the hooks of the old reducer go, a new C++ reducer takes over the same parameters,

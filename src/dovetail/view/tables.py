@@ -60,7 +60,7 @@ def profile(p: Profile, *, top: int = TOP_LAYERS) -> RenderableType:
 
 def network(n: Network) -> RenderableType:
     """What each collective costs: the measured sizes with their spread, and the affine law with its error."""
-    how = "measured" if n.measured else "published figures, not measured here"
+    how = "measured" if n.measured else "a preset, not measured here"
     parts: list[RenderableType] = [
         Text(f"network {n.name}: {units.count(n.ranks, 'rank')}, {how}{', emulated' if n.emulated else ''}"),
     ]

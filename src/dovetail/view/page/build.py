@@ -30,7 +30,7 @@ EMPTY = {
     "plan.json; or give job.json and a network.",
     "profiles": "No profile. `dovetail profile SCRIPT -o job.json` measures a model layer by layer.",
     "networks": "No network. `dovetail network -o net.json` measures one; `dovetail network --preset 10gbe-16 -o "
-    "net.json` takes published figures.",
+    "net.json` takes known figures.",
     "scaling": "No scaling study. `dovetail scale job.json --network 10gbe-16 --json > scale.json` predicts one.",
     "bursts": "No burst plan. `dovetail plan job.json net.json --burst --json > burst.json` compares how many devices "
     "each layer could get.",

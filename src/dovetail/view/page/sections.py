@@ -141,7 +141,7 @@ def kinds(c: Comparison) -> Kinds:
 
 
 def wires(n: Network) -> Wires:
-    how = "measured" if n.measured else "published figures, not measured here"
+    how = "measured" if n.measured else "a preset, not measured here"
     first = next(iter(n.collectives))
     fit = n.collectives[first].fit
     return Wires(
