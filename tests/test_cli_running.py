@@ -33,7 +33,7 @@ def test_profile_measures_a_users_file(tmp_path: Path) -> None:
 
 def test_network_starts_ranks_and_measures_them(tmp_path: Path) -> None:
     out = tmp_path / "net.json"
-    options = ("--workers", "2", "--seconds", "1", "--max-mib", "0.05", "--collectives", "all_reduce")
+    options = ("--workers", "2", "--seconds", "10", "--max-mib", "0.05", "--collectives", "all_reduce")
     done = shell("network", *options, "-o", out, "--json", timeout=200)
     assert done.returncode == 0, done.stderr
     network = store.read(out, Network)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,9 @@ def finish(command: list[str], environment: dict[str, str] | None = None) -> str
     )
     try:
         output, errors = process.communicate(timeout=TIMEOUT)
+        ended = time.monotonic() + 30
+        while marked(mark) and time.monotonic() < ended:  # daemons may need a moment
+            time.sleep(0.1)
     finally:
         left = {pid: kill(pid) for pid in marked(mark)}
     assert process.returncode == 0, f"{output}\n{errors}"

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from dovetail.cluster import messages as m
 from dovetail.cluster.wire import Connection, Lost
+from dovetail.simulate.launch import held_port
 
 KEY = f"the secret of {os.getpid()}"
 """Of this process: an executor of a test elsewhere may look for its dead aggregator at a port that is ours by now."""
@@ -134,6 +135,8 @@ class Aggregator(Server):
         """Claims of the next iteration."""
         self.next_release = 0.0
         self.released_at: dict[int, float] = {}
+        self.releases = 0
+        """That have been sent."""
         self.finished = threading.Event()
         self._waiting = True
 
@@ -190,6 +193,7 @@ class Aggregator(Server):
         self.queue = list(range(len(self.acted.seconds)))
         self.released_at[self.iteration] = now
         self.say(self._released())
+        self.releases += 1
         self.late += [(now, connection, claim) for connection, claim in self.ahead if connection in self.joined]
         self.ahead = []
 
@@ -303,18 +307,19 @@ class Stage:
 @contextlib.contextmanager
 def stage(home: Path) -> Iterator[Stage]:
     (home / "key").write_text(KEY)
-    head = Head()
-    head.start()
-    made = Stage(home, head)
-    try:
-        yield made
-    finally:
-        for process in made.processes:
-            process.kill()
-            process.wait()
-        for server in [made.head, *made.servers]:
-            server.end()
-            assert server.error is None, server.error
+    with held_port() as port:  # the next coordinator of a test listens where the first did
+        head = Head(port)
+        head.start()
+        made = Stage(home, head)
+        try:
+            yield made
+        finally:
+            for process in made.processes:
+                process.kill()
+                process.wait()
+            for server in [made.head, *made.servers]:
+                server.end()
+                assert server.error is None, server.error
 
 
 def wait(condition: Callable[[], Any], what: str, *, timeout: float = 30.0) -> None:
@@ -379,9 +384,11 @@ if __name__ == "__main__":
     if sys.argv[1] == "cast":
         cast(json.loads(sys.argv[2]))
         sys.exit()
-    from dovetail.cluster.executor import main
+    from dovetail.cluster import executor
 
     given = json.loads(sys.argv[1])
     given["coordinator"] = tuple(given["coordinator"])
     home = Path(given.pop("home"))
-    main(**({"node": NODE, "kind": "emulated", "core": -1} | given), home=home, key_file=home / "key", opener=play)
+    executor.ANSWER = given.pop("answer", executor.ANSWER)
+    settings = {"node": NODE, "kind": "emulated", "core": -1} | given
+    executor.main(**settings, home=home, key_file=home / "key", opener=play)

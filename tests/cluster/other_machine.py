@@ -22,7 +22,7 @@ def tensors(fill: float) -> list[torch.Tensor]:
 def executor(port: str, name: str, tasks: str, end: str) -> None:
     """The other process: takes parameters, gives back ten times as much, `tasks` times; then stops as told."""
     torch.set_num_threads(1)
-    channel = join(("127.0.0.1", int(port)), name, local="127.0.0.1", timeout=20.0)
+    channel = join(("127.0.0.1", int(port)), name, local="127.0.0.1", timeout=120.0)
     for _ in range(int(tasks)):
         got = tensors(-1.0)
         channel.receive(got)

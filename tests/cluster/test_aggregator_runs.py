@@ -16,6 +16,7 @@ import torch
 from dovetail.cluster import checkpoint
 from dovetail.cluster.messages import Described, Failed, Finished, Join, Leave, Progress, Refused, Stop
 from dovetail.cluster.wire import Connection, Lost
+from dovetail.simulate.launch import held_port
 
 from .workshop import KEY, Desk, Workshop, workshop
 
@@ -162,7 +163,7 @@ def test_a_torn_checkpoint_is_passed_over_and_stop_leaves_a_whole_one(
 ) -> None:
     folder = shop.job("4", DIGITS)
     aggregator = shop.aggregator("4", 1, desk)
-    executor = shop.executor(desk.hello(), 0, jitter=0.002)
+    executor = shop.executor(desk.hello(), 0, jitter=0.02)
     while desk.hear(Progress).iteration < 10:
         pass
     desk.say(Stop())
@@ -186,20 +187,21 @@ def test_a_torn_checkpoint_is_passed_over_and_stop_leaves_a_whole_one(
 
 
 def test_training_goes_on_while_the_coordinator_is_away_and_it_hears_all_when_it_is_back(shop: Workshop) -> None:
-    folder, desk = shop.job("5", DIGITS), Desk()
-    aggregator = shop.aggregator("5", 1, desk)
-    hello = desk.hello()
-    described = desk.hear(Described)
-    port = desk.address[1]
-    desk.close()
-    executor = shop.executor(hello, 0)
-    assert shop.wait(executor) == 0, "the job is finished and says so to its executors"
-    assert len(checkpoint.losses(folder)) == 80
-    again = Desk(port)
-    assert again.hello() == hello
-    assert again.hear(Described) == described
-    assert again.hear(Finished).iteration == 80
-    again.close()
+    folder = shop.job("5", DIGITS)
+    with held_port() as port:
+        desk = Desk(port)
+        aggregator = shop.aggregator("5", 1, desk)
+        hello = desk.hello()
+        described = desk.hear(Described)
+        desk.close()
+        executor = shop.executor(hello, 0)
+        assert shop.wait(executor) == 0, "the job is finished and says so to its executors"
+        assert len(checkpoint.losses(folder)) == 80
+        again = Desk(port)
+        assert again.hello() == hello
+        assert again.hear(Described) == described
+        assert again.hear(Finished).iteration == 80
+        again.close()
     assert shop.wait(aggregator) == 0
     assert not shop.memory("5", 1).exists()
 

@@ -39,7 +39,7 @@ def other(peer: Peer, host: Host, tasks: int, end: str = "well") -> Iterator[sub
 
 
 def test_parameters_go_out_and_gradients_come_back_bit_for_bit_and_a_dead_machine_is_noticed() -> None:
-    host = Host("127.0.0.1", timeout=20.0)
+    host = Host("127.0.0.1", timeout=120.0)
     first, second = host.invite(3), host.invite(3)  # the same device again: another name, another connection
     assert first.name != second.name
     with other(first, host, 3), other(second, host, 1, "die"):
@@ -56,12 +56,12 @@ def test_parameters_go_out_and_gradients_come_back_bit_for_bit_and_a_dead_machin
         began = time.monotonic()
         with pytest.raises(Lost):
             second.fetch(second.take(lost), lost)
-        assert time.monotonic() - began < 15, "a closed connection is noticed before the time-out"
+        assert time.monotonic() - began < 60, "a closed connection is noticed before the time-out"
         assert all(torch.equal(a, b) for a, b in zip(lost, tensors(-7.0), strict=True)), "nothing half-written"
 
 
 def test_a_machine_that_hangs_and_one_that_never_comes_are_lost_in_time() -> None:
-    host = Host("127.0.0.1", timeout=1.0)
+    host = Host("127.0.0.1", timeout=3.0)
     absent = host.invite(0)
     into = tensors(-7.0)
     absent.give(into)
@@ -70,7 +70,7 @@ def test_a_machine_that_hangs_and_one_that_never_comes_are_lost_in_time() -> Non
     absent.close()
     with pytest.raises(Lost, match="closed"):
         closed(absent)
-    patient = Host("127.0.0.1", timeout=10.0)
+    patient = Host("127.0.0.1", timeout=120.0)
     peer = patient.invite(1)
     with other(peer, patient, 0, "hang") as process:
         assert process.stdout is not None

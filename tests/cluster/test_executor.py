@@ -25,8 +25,9 @@ def ran(at: Stage, count: int) -> list[recorder.Ran]:
 
 def test_one_task_at_a_time_by_rank_and_longest_first(tmp_path: Path) -> None:
     with stage(tmp_path) as at:
-        at.executor()
-        long = at.aggregator("1", Acted(iterations=1, seconds=(0.5,), hold=True))
+        at.executor(answer=5.0)  # patience: an acted aggregator may be slow to answer, and then others have their turn
+        code = "import time\nwhile not (player.folder / 'go').exists(): time.sleep(0.01)"
+        long = at.aggregator("1", Acted(iterations=1, seconds=(0.01,), hold=True), code=code)
         first = at.aggregator("2", Acted(iterations=1, seconds=(0.005, 0.01, 0.02), hold=True))
         second = at.aggregator("3", Acted(iterations=2, seconds=(0.005, 0.02), hold=True))
         for order, aggregator in ((3.0, long), (1.0, first), (2.0, second)):
@@ -34,7 +35,9 @@ def test_one_task_at_a_time_by_rank_and_longest_first(tmp_path: Path) -> None:
         wait(lambda: long.joined and first.joined and second.joined, "all joined")
         long.hold = False
         wait(lambda: long.out, "the long task's start")
-        second.hold = first.hold = False  # both become ready while the device is busy
+        second.hold = first.hold = False
+        wait(lambda: first.releases and second.releases, "both ready while the device is busy")
+        (at.home / "jobs" / "1" / "go").touch()
         assert second.finished.wait(20) and first.finished.wait(20)
         found = ran(at, 8)
         assert [(t.job, t.worker) for t in found][:4] == [("1", 0), ("2", 2), ("2", 1), ("2", 0)]
@@ -48,8 +51,9 @@ def test_one_task_at_a_time_by_rank_and_longest_first(tmp_path: Path) -> None:
 
 def test_a_lost_race_costs_a_round_trip_and_the_next_job_has_its_turn(tmp_path: Path) -> None:
     with stage(tmp_path) as at:
-        at.executor()
-        busy = at.aggregator("1", Acted(iterations=1, seconds=(0.3,), hold=True))
+        at.executor(answer=5.0)
+        code = "import time\nwhile not (player.folder / 'go').exists(): time.sleep(0.01)"
+        busy = at.aggregator("1", Acted(iterations=1, seconds=(0.01,), hold=True), code=code)
         stolen = at.aggregator("2", Acted(iterations=1, hold=True))
         other = at.aggregator("3", Acted(iterations=1, hold=True))
         stolen.steal = lambda worker: True
@@ -59,6 +63,8 @@ def test_a_lost_race_costs_a_round_trip_and_the_next_job_has_its_turn(tmp_path: 
         busy.hold = False
         wait(lambda: busy.out, "the first task")
         stolen.hold = other.hold = False
+        wait(lambda: stolen.releases and other.releases, "both ready while the device is busy")
+        (at.home / "jobs" / "1" / "go").touch()
         assert stolen.finished.wait(20) and other.finished.wait(20)
         assert [t.job for t in ran(at, 2)] == ["1", "3"]
         assert len(stolen.all(m.Claim)) == 1, "a claim that was lost is not repeated"
@@ -122,7 +128,7 @@ def test_without_a_coordinator_it_works_on_and_tells_the_next_one_whom_it_serves
         at.head.say(m.Revoke(job="7", epoch=4))
         wait(lambda: not job.joined, "leaving")
         assert job.all(m.Leave)
-        assert (at.home / "jobs" / "7" / "closed").exists()
+        wait((at.home / "jobs" / "7" / "closed").exists, "the model's end")
 
 
 BAD = {
@@ -141,13 +147,14 @@ def test_what_a_jobs_code_does_is_the_jobs_affair(tmp_path: Path) -> None:
         process = at.executor()
         bad = {name: at.aggregator(str(10 + i), SHORT, code=code) for i, (name, code) in enumerate(BAD.items())}
         rudeness = """import sys, os, signal; print('rude words'); sys.stdout.close(); os.close(2); sys.stdout = None
-os.chdir("/"); signal.setitimer(signal.ITIMER_REAL, 0.05)"""
+os.chdir("/"); signal.setitimer(signal.ITIMER_REAL, 600)"""
         rude = at.aggregator("20", SHORT, code=rudeness)
-        words = "import sys, time; print('good words', flush=True); print('aside', file=sys.stderr); time.sleep(0.05)"
+        words = """import signal, sys; print('good words', flush=True); print('aside', file=sys.stderr)
+assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), 'an alarm that another job has set'"""
         good = at.aggregator("30", Acted(iterations=3), code=words)
         for i, aggregator in enumerate([*bad.values(), rude, good]):
             at.grant(aggregator, order=float(i))
-        assert good.finished.wait(20) and rude.finished.wait(20)
+        assert all(aggregator.finished.wait(60) for aggregator in [good, rude, *bad.values()])
         reasons = {name: [f.reason for f in aggregator.all(m.TaskFailed)][:1] for name, aggregator in bad.items()}
         assert reasons == {
             "exit": ["SystemExit: enough"],
@@ -166,7 +173,7 @@ os.chdir("/"); signal.setitimer(signal.ITIMER_REAL, 0.05)"""
 def test_a_slow_answer_holds_nobody_up_and_counts_when_it_comes(tmp_path: Path) -> None:
     with stage(tmp_path) as at:
         at.executor()
-        slow = at.aggregator("1", Acted(iterations=2, seconds=(0.001, 0.001), answers_after=0.2))
+        slow = at.aggregator("1", Acted(iterations=1, seconds=(0.001, 0.001), answers_after=1.0))
         quick = at.aggregator("2", Acted(iterations=10_000, seconds=(0.002,)))
         at.grant(slow, order=0.0)
         at.grant(quick, order=1.0)
@@ -174,7 +181,7 @@ def test_a_slow_answer_holds_nobody_up_and_counts_when_it_comes(tmp_path: Path) 
         claims = [t for t, message in slow.log if isinstance(message, m.Claim)]
         between = [t for t, message in quick.log if isinstance(message, m.Done) and claims[0] < t < claims[1]]
         assert len(between) > 3, "the other job waited for the slow aggregator"
-        assert sum(map(len, slow.done.values())) == 4
+        assert sum(map(len, slow.done.values())) == 2
 
 
 def test_a_job_that_cannot_be_loaded_is_reported_until_the_coordinator_has_decided(tmp_path: Path) -> None:
@@ -238,6 +245,7 @@ def test_a_job_alone_on_a_device_is_claimed_ahead_and_one_among_others_is_not(tm
         alone = at.aggregator("1", Acted(iterations=5, seconds=(0.005, 0.01), off_device=0.05))
         at.grant(alone)
         assert alone.finished.wait(20)
+        wait(lambda: len(alone.all(m.Claim)) == 11, "the claim ahead")
         # The first iteration is heard of at its release, and every second task is asked for when the first is done.
         assert [c.iteration for c in alone.all(m.Claim)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
         assert [(t.iteration, t.worker) for t in ran(at, 10)] == [(i, w) for i in range(5) for w in (1, 0)]

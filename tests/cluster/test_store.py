@@ -37,11 +37,18 @@ def write(turn):
             tell("failed", job, 0)
 
 spread = random.Random(7)
+began = time.monotonic()
+store = Store(pathlib.Path(sys.argv[1]))
+first = store.submit(Submission(text="#", request="first")).id
+store.move(first, "preparing", epoch=1)
+store.lease(first, (0, 1))
+store.close()
+longest = 2 * max(0.03, time.monotonic() - began)  # disks differ: some writers are to get as far as "running"
 for turn in range(40):
     pid = os.fork()
     if pid == 0:
         write(turn)
-    time.sleep(spread.uniform(0.0, 0.06))
+    time.sleep(spread.uniform(0.0, longest))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 """

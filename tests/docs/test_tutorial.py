@@ -25,7 +25,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]
     folder = tmp_path_factory.mktemp("tutorial")
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "COLUMNS", "DOVETAIL_PLAN")}
     environment = {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "OMP_NUM_THREADS": "1"}
-    return folder, follow(TUTORIAL, folder, environment, timeout=120)
+    return folder, follow(TUTORIAL, folder, environment, timeout=240)
 
 
 def commands(steps: list[Step]) -> list[str]:

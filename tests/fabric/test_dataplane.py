@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.fabric import kernel, packets, shapes, tables
-from dovetail.fabric.dataplane import addresses, host_slot, link_slot
+from dovetail.fabric.dataplane import PAUSE, addresses, host_slot, link_slot
 from dovetail.fabric.hooks import HOOKS
 from dovetail.fabric.policy import compile_policy
 from dovetail.fabric.runner import Bench, bench
@@ -282,13 +282,17 @@ def test_a_repaired_preference_is_taken_again_when_the_belief_is_over(fresh: Ben
 
 def test_a_class_that_no_path_can_serve_stops_exploring(fresh: Bench) -> None:
     """The first packet finds out; its notice lets the source drop the next ones without a search, for a while."""
-    fresh.fail(frozenset(i for i, k in enumerate(TREE.links) if 7 in (k.a, k.b)))
-    first = fresh.send(0, 15)
-    assert not first.delivered and first.notice[-1] == 0
-    before, searched = counted(fresh, "drop paused"), counted(fresh, "searched")
-    assert all(fresh.send(0, 15, sport=i).walk == (0,) for i in range(5))
-    assert counted(fresh, "drop paused") == before + 5 and counted(fresh, "searched") == searched
-    assert fresh.send(0, 13).delivered  # another target, not paused
+    fresh.plane.configure(pause=60 * 10**9)  # longer than this test takes on any machine
+    try:
+        fresh.fail(frozenset(i for i, k in enumerate(TREE.links) if 7 in (k.a, k.b)))
+        first = fresh.send(0, 15)
+        assert not first.delivered and first.notice[-1] == 0
+        before, searched = counted(fresh, "drop paused"), counted(fresh, "searched")
+        assert all(fresh.send(0, 15, sport=i).walk == (0,) for i in range(5))
+        assert counted(fresh, "drop paused") == before + 5 and counted(fresh, "searched") == searched
+        assert fresh.send(0, 13).delivered  # another target, not paused
+    finally:
+        fresh.plane.configure(pause=int(PAUSE * 1e9))
 
 
 def test_a_notice_carries_nothing_of_the_packet(fresh: Bench) -> None:

@@ -231,16 +231,22 @@ def test_silent_and_one_way_failures_are_found_by_missing_heartbeats(fabric: emu
             end = 0 if TREE.links[link].a == walk[3] else 1  # frames vanish on arrival at the far end
             fabric.fail(link, how=how, end=end)
             assert fabric.path(0, 15, 20000, 7000) == ()  # nobody can know yet
-            for _ in range(6):
+            for _ in range(200):
                 beat.round()
                 time.sleep(0.005)
-            assert fabric.path(0, 15, 20000, 7000)
+                if fabric.path(0, 15, 20000, 7000):
+                    break
+            else:
+                pytest.fail("the switches did not learn of it")
             fabric.heal(link)
-            for _ in range(3):
+            for _ in range(200):
                 beat.round()
                 time.sleep(0.005)
-            fabric.plane.forget(TREE)
-            assert fabric.path(0, 15, 20000, 7000) == walk
+                fabric.plane.forget(TREE)
+                if fabric.path(0, 15, 20000, 7000) == walk:
+                    break
+            else:
+                pytest.fail("the link is not used again")
     finally:
         beat.stop()
         found.close()

@@ -13,7 +13,7 @@ from dovetail.fabric.dataplane import addresses
 def sockets(f: emulate.Fabric, host: int, family: int, kind: int) -> socket.socket:
     with netns.inside(f.names.host(host)):
         made = socket.socket(family, kind)
-    made.settimeout(10)
+    made.settimeout(60)
     return made
 
 
@@ -26,7 +26,7 @@ def transfer(f: emulate.Fabric, a: int, b: int, data: bytes, family: int = socke
     def take() -> None:
         peer, _ = server.accept()
         with peer:
-            peer.settimeout(10)
+            peer.settimeout(60)
             while part := peer.recv(1 << 16):
                 got.extend(part)
 
@@ -39,5 +39,5 @@ def transfer(f: emulate.Fabric, a: int, b: int, data: bytes, family: int = socke
         client.connect((address, server.getsockname()[1]))
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
-        taker.join(20)
+        taker.join(90)
     return bytes(got)

@@ -27,9 +27,9 @@ def test_a_late_processor_does_not_delay_the_device_but_late_samples_do() -> Non
     device = Device()
     start = time.perf_counter()
     device.work(0.005, arrived=True)
-    time.sleep(0.02)  # the processor is busy elsewhere
+    time.sleep(0.2)  # the processor is busy elsewhere
     device.work(0.005, arrived=False)
-    assert device._free - start < 0.02, "queued behind the first, it had ended before the processor looked"
+    assert device._free - start < 0.15, "queued behind the first, it had ended before the processor looked"
     time.sleep(0.02)
     arrival = time.perf_counter()
     device.work(0.005, arrived=True)

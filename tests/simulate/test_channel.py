@@ -205,7 +205,7 @@ def lost_peer(rank: int) -> Any:
 
 
 def time_out(rank: int) -> Any:
-    impatient = dist.new_group(timeout=timedelta(seconds=3))
+    impatient = dist.new_group(timeout=timedelta(seconds=8))
     dist.barrier()
     said = ""
     if rank != 2:

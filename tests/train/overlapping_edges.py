@@ -162,7 +162,7 @@ def rings(elements: int, piece: int) -> dict[str, bool]:
 
 def mortal() -> None:
     """Trains until the second rank is killed in the middle of a backward pass."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=45))
     torch.manual_seed(0)
     model = dovetail.DistributedDataParallel(
         nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), overlap="forward", bucket_cap_mb=0.02

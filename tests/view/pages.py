@@ -102,7 +102,7 @@ def opened_file(browser: Any, path: Path, **options: Any) -> Iterator[Seen]:
 @contextmanager
 def watched(browser: Any, **options: Any) -> Iterator[Seen]:
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(60_000)
     try:
         seen = Seen(context.new_page())
         seen.page.on("request", lambda r: seen.requests.append(r.url))

@@ -70,7 +70,7 @@ class Rank(Resident):
         if lost > 0:
             self.promise.delayed(now, lost)
         if lost <= TOLERANCE:
-            self.promise.clean()
+            self.promise.clean(now)
 
     def end(self) -> RankEnded:
         """Ends what is left of it, all of it, and says how it went. Call when `exited`, or to end it now."""

@@ -2,11 +2,12 @@
 
 A filler may start if the time it is predicted to take, times a margin, passes before the job wants the device again.
 Predictions err, so the margin learns: a filler that made the job wait doubles it, every gap that was filled without
-that shrinks it by a twentieth, and a margin that would grow beyond its limit stops fillers for a while, each time
-longer. Beside it stands an account in seconds of delay: the promised bound fills it as time passes, every delay is
-taken from it, and below zero no filler starts. So over any stretch of time the delay is at most the bound's share of
-it, plus what the account can hold, plus one filler, however wrong the predictions are. A job on several devices is
-late when one of them is, so each device has its share of the bound.
+that shrinks it by a twentieth, so does time (with a margin under which no filler starts any more, no gap would be
+filled), and a margin that would grow beyond its limit stops fillers for a while, each time longer. Beside it stands
+an account in seconds of delay: the promised bound fills it as time passes, every delay is taken from it, and below
+zero no filler starts. So over any stretch of time the delay is at most the bound's share of it, plus what the account
+can hold, plus one filler, however wrong the predictions are. A job on several devices is late when one of them is, so
+each device has its share of the bound.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 LEAST_MARGIN, MOST_MARGIN = 1.05, 16.0
 """Real task times spread by 3.5–9 % around their mean; the first is about one such spread."""
 SHRINK = 0.95
+HALF_LIFE = 10.0
+"""Seconds in which a margin loses half of what it is above the least."""
 TOLERANCE = 0.001
 """Seconds of delay that count, but say nothing about predictions: a message's way and a switch take that long."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -28,17 +31,22 @@ PATIENCE = 0.25
 class Promise:
     """One foreground job on one device. All times are of one clock that the caller reads."""
 
-    __slots__ = ("_at", "_credit", "_pause", "bound", "delay", "margin", "paused_until", "since")
+    __slots__ = ("_at", "_credit", "_margin", "_margin_at", "_pause", "bound", "delay", "paused_until", "since")
 
     def __init__(self, bound: float, now: float) -> None:
         self.bound = bound
-        self.margin = LEAST_MARGIN
         self.delay = 0.0
         """Seconds for which the job waited for fillers here, since `since`."""
         self.since = now
         self.paused_until = now
         self._pause = FIRST_PAUSE
         self._credit, self._at = 0.0, now
+        self._margin, self._margin_at = LEAST_MARGIN, now
+
+    def margin(self, now: float) -> float:
+        """A filler needs so many times its predicted seconds."""
+        above = self._margin - LEAST_MARGIN
+        return LEAST_MARGIN + above * 0.5 ** ((now - self._margin_at) / HALF_LIFE) if above else LEAST_MARGIN
 
     def credit(self, now: float) -> float:
         """Seconds of delay that the job would not mind now; below zero where it has had too much."""
@@ -48,7 +56,7 @@ class Promise:
 
     def allows(self, now: float, seconds: float, room: float) -> bool:
         """Whether a filler that is predicted to take `seconds` may start, `room` seconds before the job's turn."""
-        return seconds * self.margin <= room and now >= self.paused_until and self.credit(now) >= 0.0
+        return seconds * self.margin(now) <= room and now >= self.paused_until and self.credit(now) >= 0.0
 
     def delayed(self, now: float, seconds: float) -> None:
         """A filler made the job wait."""
@@ -56,17 +64,16 @@ class Promise:
         self._credit = self.credit(now) - seconds
         if seconds <= TOLERANCE:
             return
-        if self.margin * 2 <= MOST_MARGIN:
-            self.margin *= 2
-        else:
-            self.margin = MOST_MARGIN
+        doubled = 2 * self.margin(now)
+        self._margin, self._margin_at = min(doubled, MOST_MARGIN), now
+        if doubled > MOST_MARGIN:
             self.paused_until = now + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
-    def clean(self) -> None:
+    def clean(self, now: float) -> None:
         """A gap was filled, and nobody waited."""
-        self.margin = max(LEAST_MARGIN, self.margin * SHRINK)
-        if self.margin == LEAST_MARGIN:
+        self._margin, self._margin_at = max(LEAST_MARGIN, self.margin(now) * SHRINK), now
+        if self._margin == LEAST_MARGIN:
             self._pause = FIRST_PAUSE
 
     def slowdown(self, now: float) -> float:

@@ -197,7 +197,7 @@ class Live(Resident):
         if self.filled.count > self._fillers:
             self._fillers = self.filled.count
             if lost <= TOLERANCE:
-                self.promise.clean()
+                self.promise.clean(time.monotonic())
         self.ready_at = max(self.ready_at, at)
 
     def _show(self) -> None:

@@ -28,6 +28,8 @@ def scratch(name: str) -> Iterator[Path]:
     try:
         with (folder / _LOCK).open("w") as lock:  # not inherited by children: it ends with this process
             fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write("held")  # an empty file is one that its owner has not locked yet
+            lock.flush()
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -44,8 +46,10 @@ def _abandoned(folder: Path) -> bool:
     try:
         with (folder / _LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            if os.fstat(lock.fileno()).st_size:
+                return True
     except FileNotFoundError:
-        return time.time() - folder.stat().st_mtime > _YOUNG
+        pass
     except BlockingIOError:
         return False
+    return time.time() - folder.stat().st_mtime > _YOUNG

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -95,8 +95,9 @@ def launch(
         raise Error(f"ranks: expected at most the network's {network.ranks}, got {ranks}")
     if not timeout > 0:
         raise Error(f"timeout: expected more than 0 seconds, got {timeout}")
-    with scratch("launch") as folder, sigterm_raises(), _Ranks() as running:
-        shared = _shared_environment(ranks, network) | (env or {})
+    with scratch("launch") as folder, sigterm_raises(), held_port() as port, _Ranks() as running:
+        # In a namespace nobody else listens; another number each time, as the last one's connections linger.
+        shared = _shared_environment(ranks, network, next(_ports) if network else port) | (env or {})
         for rank in range(ranks):
             inside = ["ip", "netns", "exec", network.namespaces[rank]] if network else []
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), REPORT: str(Path(folder, f"{rank}.json"))}
@@ -240,15 +241,14 @@ class _Ranks:
         return ended
 
 
-def _shared_environment(ranks: int, network: ShapedNetwork | None) -> dict[str, str]:
+def _shared_environment(ranks: int, network: ShapedNetwork | None, port: int) -> dict[str, str]:
     # There are no names in a namespace; torch would warn of it once per connection.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if network and "TORCH_CPP_LOG_LEVEL" not in os.environ else {}
     return quiet | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": network.addresses[0] if network else "127.0.0.1",
-        # In a namespace nobody else listens; another number each time, as the last one's connections linger.
-        "MASTER_PORT": str(next(_ports) if network else _free_port()),
+        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": network.interface if network else "lo",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
@@ -262,10 +262,13 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A loopback port that the kernel gives to nobody who asks for any; whoever asks for this one may listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 def _ending(code: int) -> str:
