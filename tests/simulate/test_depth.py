@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dovetail.planning.depth import Device, plan
+from dovetail.planning.depth import Device, described, plan
 from dovetail.simulate.depth import savings, simulate_depth
 from dovetail.view import units
 from dovetail.view.timeline import headline
@@ -31,6 +33,37 @@ def test_every_worker_computes_as_long_as_predicted_and_the_step_ends_with_the_s
         assert len([s for s in own if s.kind == "backward"]) == phase.depths[worker]
         assert max(s.stop for s in own) == pytest.approx(phase.iteration), "who is done waits"
         assert all(a.stop == pytest.approx(b.start) for a, b in itertools.pairwise(own))
+
+
+POLICIES = [name for name, _ in described() if ":" not in name]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    layers=st.lists(
+        st.tuples(st.integers(1, 10_000), st.floats(0.0, 10.0), st.floats(0.0, 10.0)), min_size=1, max_size=6
+    ),
+    speeds=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5),
+    late=st.sampled_from([0.0, 0.3]),
+    seconds_per_byte=st.sampled_from([0.0, 1e-5, 1e-2]),
+)
+def test_a_plan_predicts_exactly_what_its_timeline_shows(
+    policy: str, layers: list[tuple[int, float, float]], speeds: list[float], late: float, seconds_per_byte: float
+) -> None:
+    sizes, backward, forward = (list(column) for column in zip(*layers, strict=True))
+    profile = made_profile(sizes, backward, forward=forward, late=late)
+    network = made_network(0.01, seconds_per_byte)
+    chosen = plan(profile, network, policy=policy, devices=[Device(speed=speed) for speed in speeds])
+    for i, phase in enumerate(chosen.phases):
+        assert simulate_depth(chosen, profile, network, phase=i).duration == phase.iteration
+
+
+def test_a_small_head_does_not_lengthen_what_is_predicted_of_balanced_batches() -> None:
+    # The last of four segments takes next to no time, so a worker that goes through it alone is done with forward.
+    profile = made_profile([1000] * 4, [0.1, 2.0, 2.0, 2.0], forward=[0.1, 2.0, 2.0, 2.0])
+    free = made_network(0.0, 0.0)
+    phase = plan(profile, free, workers=4, policy="balanced").phases[0]
+    assert phase.iteration == max(w.forward + w.backward for w in phase.workers)
 
 
 def test_gradients_leave_segment_by_segment_once_all_contributors_have_them() -> None:

@@ -49,10 +49,11 @@ def depth_stream(plan: DepthPlan, profile: Profile, *, phase: int = 0) -> tuple[
     breaks |= {
         at for at, (a, b) in enumerate(pairwise(order), start=1) if profile.tensors[a].dtype != profile.tensors[b].dtype
     }
-    backward = max(
-        slowness[w] * (at_batch[b][0] + profile.backward_time(b) * d / len(plan.segments))
-        for w, (d, b) in enumerate(zip(plan.phases[phase].depths, batches, strict=True))
-    )
+    # Segments need not take equally long, so only the prediction knows when a shallow worker is done. Where nothing is
+    # predicted, as in a job that has just begun, the workers of full depth are known.
+    predicted = max(p.forward + p.backward for p in plan.phases[phase].workers)
+    whole = (at_batch[batches[w]][0] + profile.backward_time(batches[w]) for w in plan.contributors(phase, 0))
+    backward = predicted or max(whole)
     return Stream(
         ready=tuple(ready), sizes=tuple(sizes), breaks=frozenset(breaks), backward=max(backward, ready[-1])
     ), order
