@@ -309,6 +309,12 @@ def test_one_worker_and_wrong_numbers() -> None:
         ({"workers": 2, "devices": [Device()]}, "one for each of 2 workers, got 1"),
         ({"workers": 2, "segments": 99}, "expected 1 to 8 segments"),
         ({"workers": 9, "batch": 1, "policy": "stairs"}, "no policy"),
+        ({"workers": 0, "network": made_network(0.1, 1e-4)}, "workers: expected 1 to 2,147,483,647, got 0"),
+        ({"workers": 2, "batch": 0}, "batch: expected 1 to 2,147,483,647, got 0"),
+        ({"workers": 2, "batch": -4}, "batch: expected 1 to 2,147,483,647, got -4"),
+        ({"workers": 2, "batch": 2**40}, "batch: expected 1 to 2,147,483,647, got 1099511627776"),
+        ({"devices": []}, "workers: expected 1 to 2,147,483,647, got 0"),
+        ({"workers": 2, "policy": "depths:1,²"}, "expected whole numbers such as depths:1,2,4,4"),
     ]:
         with pytest.raises(Error, match=said):
             plan(even(), **options)  # type: ignore[arg-type]

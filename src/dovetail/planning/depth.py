@@ -21,6 +21,7 @@ from dovetail.core.depth import DepthPlan, Phase
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
+from dovetail.core.store import MOST_COUNT
 
 from . import exact
 from .depth_cost import Costs, Device
@@ -94,7 +95,8 @@ class Setting:
         segment to the first. So after a worker has finished, its deepest segment and all those before it are still to
         be sent: that much earlier it has to be done.
         """
-        caps = [self.costs.largest(w, d, self.total) for w, d in enumerate(depths)]
+        most = min(self.total, MOST_COUNT)  # what a plan can say
+        caps = [self.costs.largest(w, d, most) for w, d in enumerate(depths)]
         sending = self._sending(depths)
         after = [sum(sending[: self.segments - d + 1]) for d in depths]
 
@@ -189,7 +191,7 @@ def parse(text: str) -> Choose:
             raise Error(f"policy {text!r}: expected a share of the training above 0 and below 1, got {argument!r}")
         return _late(_FIXED[name.removeprefix("late-")][1], begins)
     if colon and name == "depths":
-        if not all(part.strip().isdigit() for part in argument.split(",")):
+        if not all(part.strip().isdecimal() for part in argument.split(",")):
             raise Error(f"policy {text!r}: expected whole numbers such as depths:1,2,4,4")
         return partial(_given, tuple(int(part) for part in argument.split(",")))
     raise Error(f"no policy {text!r}: expected one of {', '.join(name for name, _ in described())}")
@@ -227,17 +229,18 @@ def plan(
     many as the layers allow), `batch` to the profile's own. Without a network communication takes no time. `cuts` names
     the modules before which a segment may begin; `optimizer_copies` is the optimiser's state in copies of the weights.
     """
-    count = workers or (len(devices) if devices else network.ranks if network else 0)
-    if count < 1:
-        raise Error("workers: expected how many there are, or a network or devices to tell")
+    count, samples = _workers(workers, devices, network), profile.batch if batch is None else batch
+    for what, number in (("workers", count), ("batch", samples)):
+        if not 1 <= number <= MOST_COUNT:
+            raise Error(f"{what}: expected 1 to {MOST_COUNT:,}, got {number}")
     if devices is not None and len(devices) != count:
         raise Error(f"devices: expected one for each of {count} workers, got {len(devices)}")
     if not 1 <= min_contributors <= count:
         raise Error(f"min_contributors: expected 1 to {count}, got {min_contributors}")
     possible = len({t.layer for t in profile.tensors}) if cuts is None else len(cuts) + 1
     found = cut(profile, min(count, possible) if segments is None else segments, cuts=cuts)
-    costs = Costs(profile, found, tuple(devices or [Device()] * count), optimizer_copies)
-    setting = Setting(costs, batch or profile.batch, min_contributors, network)
+    costs = Costs(profile, found, tuple([Device()] * count if devices is None else devices), optimizer_copies)
+    setting = Setting(costs, samples, min_contributors, network)
     even = _phase(costs, _full(setting)[0])
     choices = parse(policy)(setting)
     for _, depths, batches in choices:
@@ -253,6 +256,16 @@ def plan(
     )
     full = _timed(msgspec.structs.replace(made, phases=(even,)), profile, network)[0]
     return msgspec.structs.replace(made, phases=_timed(made, profile, network), full=full)
+
+
+def _workers(workers: int | None, devices: Sequence[Device] | None, network: Network | None) -> int:
+    if workers is not None:
+        return workers
+    if devices is not None:
+        return len(devices)
+    if network is None:
+        raise Error("workers: expected how many there are, or a network or devices to tell")
+    return network.ranks
 
 
 def compare(
