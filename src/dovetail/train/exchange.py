@@ -63,9 +63,9 @@ class Exchange:
     ) -> None:
         self.group = ring.twin(group)
         keep(self.group)
-        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ranks, self.rank = self.group.size(), self.group.rank()
         self.device = named[0][1].device
-        self.lane = Lane(self.device, self.rank)
+        self.lane = Lane(self.device, self.group, ring.patience(self.group))
         self.find_unused = find_unused
         self.watching = False
         """Whether to note when gradients become ready and when parameters are first used."""
@@ -292,7 +292,7 @@ def _reduce(bucket: Bucket, kept: set[int], group: dist.ProcessGroup) -> Callabl
 
 
 def _gather(bucket: Bucket, group: dist.ProcessGroup) -> Callable[[], None]:
-    mine = bucket.mine(dist.get_rank(group))
+    mine = bucket.mine(group.rank())
     return lambda: ring.all_gather(mine, bucket.values, group)
 
 

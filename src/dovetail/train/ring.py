@@ -7,21 +7,29 @@ rank sends (n−1)/n of the bytes, which no algorithm can do with less. An n-th 
 piece happens while the next is on the wire.
 
 NCCL has both already, so its own are used there.
+
+A message asks the group object only and never torch's registry of groups. `destroy_process_group()` empties that at
+once, while gloo works on for as long as somebody holds the group, and other ranks may still need what this one sends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 PIECE = 2**20
 """Bytes that travel in one message: a few milliseconds on a slow link, and a message costs far less."""
 
 OWN = ("nccl", "xccl", "hccl", "ucc")
 """Backends whose own reduce-scatter and all-gather are rings or better."""
+
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""By group, as torch's registry named them when a group was first used."""
 
 
 def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -51,6 +59,11 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def patience(group: dist.ProcessGroup) -> float:
+    """Seconds after which a message in this group counts as lost."""
+    return (_timeout(group) or default_pg_timeout).total_seconds()
+
+
 def padded(elements: int, ranks: int) -> int:
     """The smallest number of elements that is not below `elements` and can be shared out evenly."""
     return -(-elements // ranks) * ranks
@@ -62,12 +75,12 @@ def reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     Rank r gets the r-th of n equal parts, so the number of elements must be a multiple of n (see `padded`). The rest of
     `flat` is scratch afterwards. Returns when the sum is there and this rank has sent all it had to send.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = flat.view(ranks, -1)
+    ranks, rank = group.size(), group.rank()
+    parts = flat.view(ranks, flat.numel() // ranks)
     mine = parts[rank]
     if ranks == 1:
         return mine
-    if dist.get_backend(group) in OWN:  # not tested on the hardware at hand
+    if _backend(group) in OWN:  # not tested on the hardware at hand
         dist.reduce_scatter_tensor(mine, flat, group=group)
         return mine
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
@@ -95,13 +108,13 @@ def all_gather(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup,
     `shard` may be that very part of `out`; then nothing is copied. Returns when everything is there and this rank has
     passed on all it had to pass on. Messages of another kind in the same group have tags of another range.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = out.view(ranks, -1)
+    ranks, rank = group.size(), group.rank()
+    parts = out.view(ranks, out.numel() // ranks)
     if parts[rank].data_ptr() != shard.data_ptr():
         parts[rank].copy_(shard)
     if ranks == 1:
         return
-    if dist.get_backend(group) in OWN:  # not tested on the hardware at hand
+    if _backend(group) in OWN:  # not tested on the hardware at hand
         dist.all_gather_into_tensor(out, parts[rank], group=group)
         return
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
@@ -129,13 +142,15 @@ def _pieces(part: torch.Tensor) -> list[slice]:
     return [slice(at, at + elements) for at in range(0, part.numel(), elements)]
 
 
+def _backend(group: dist.ProcessGroup) -> str:
+    if group not in _backends:
+        _backends[group] = dist.get_backend(group)
+    return _backends[group]
+
+
 def _send(tensor: torch.Tensor, to: int, tag: int, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.isend(tensor, group=group, group_dst=to, tag=tag)
-    assert work is not None
-    return work
+    return group.send([tensor], to, tag)
 
 
 def _receive(tensor: torch.Tensor, source: int, tag: int, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.irecv(tensor, group=group, group_src=source, tag=tag)
-    assert work is not None
-    return work
+    return group.recv([tensor], source, tag)
