@@ -34,7 +34,7 @@ def plan(
         job,
         ProfileCost(job, batch or job.batch, wires),
         count,
-        memory=inputs.memory_bytes(memory_gib),
+        memory=None if memory_gib is None else inputs.memory_bytes(memory_gib),
         network=net.name if net else "nvlink (published figures)",
     )
     with shell.working("planning", brief=True):

@@ -15,7 +15,7 @@ import typer
 
 from dovetail.core.errors import InputError
 
-from . import shell
+from . import inputs, shell
 from .replaying import replay
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def up(
 
     start = time.monotonic()
     address, ran = local.up(
-        home, devices=devices, emulated=emulated, policy=policy, device_bytes=int(memory * 2**30), engine=engine,
-        ray=ray, host=host, port=port, token_file=token_file,
+        home, devices=devices, emulated=emulated, policy=policy, device_bytes=inputs.memory_bytes(memory),
+        engine=engine, ray=ray, host=host, port=port, token_file=token_file,
     )  # fmt: skip
     took = time.monotonic() - start
     status = _client(home, "", None).status(jobs=False)

@@ -48,17 +48,23 @@ def collectives(text: str) -> list[CollectiveName]:
     return [name for name in COLLECTIVES if name in wanted]
 
 
-def memory_bytes(gib: float | None) -> int | None:
-    if gib is not None and not math.isfinite(gib):
+def memory_bytes(gib: float) -> int:
+    if not math.isfinite(gib * 2**30):
         raise typer.BadParameter(f"--memory: expected GiB, got {gib}")
-    return None if gib is None else int(gib * 2**30)
+    return int(gib * 2**30)
 
 
-def not_an_input(output: Path, *given: str | Path | None) -> None:
+def not_an_input(output: Path | None, *given: str | Path | None) -> None:
     """What is read is not what is written over."""
-    for name in given:
-        if name is not None and Path(name).exists() and output.exists() and output.samefile(name):
-            raise typer.BadParameter(f"{output}: it would be written over what it is made from; name another file")
+    if output is not None and any(_same(output, name) for name in given if name is not None):
+        raise typer.BadParameter(f"{output}: it would be written over what it is made from; name another file")
+
+
+def _same(one: Path, other: str | Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False  # one of them is not there, or no path at all but a preset or a model
 
 
 def png_path(path: Path | None) -> Path | None:
@@ -135,6 +141,15 @@ def network_of(path: Path, plan: Plan | DepthPlan | BurstPlan) -> Network:
         raise Error(f"no network named {plan.network!r} beside {path}: say where it is with --network") from None
 
 
+def sources(path: Path, plan: Plan | DepthPlan | BurstPlan) -> list[Path]:
+    """The files beside a plan that it was made from."""
+    from dovetail.core.network import Network
+    from dovetail.core.profile import Profile
+
+    found = [file for file, _ in _named(path, Profile, plan.profile)]
+    return found + [file for file, _ in _named(path, Network, plan.network)]
+
+
 def read_any(path: Path) -> Noun:
     """The noun in a file, whichever it is."""
     from dovetail.core import store
@@ -166,10 +181,21 @@ def _beside(plan: Path, noun: type[P], name: str) -> P | None:
     A plan names what it was made from but not where that is stored, so that a folder can move as a whole.
     """
     from dovetail.core import store
-    from dovetail.core.errors import Error, InputError
+    from dovetail.core.errors import Error
 
-    found: dict[str, P] = {}
-    files: list[str] = []
+    files = _named(plan, noun, name)
+    found = {store.encode(value): value for _, value in files}
+    if len(found) > 1:
+        listed = ", ".join(path.name for path, _ in files)
+        raise Error(f"several {noun.kind}s named {name!r} beside {plan} ({listed}): choose with --{noun.kind}")
+    return next(iter(found.values()), None)
+
+
+def _named(plan: Path, noun: type[P], name: str) -> list[tuple[Path, P]]:
+    from dovetail.core import store
+    from dovetail.core.errors import InputError
+
+    files = []
     for path in sorted(plan.parent.glob("*.json")):
         if _head(path) == noun.kind:
             try:
@@ -177,13 +203,8 @@ def _beside(plan: Path, noun: type[P], name: str) -> P | None:
             except InputError:
                 continue  # a broken file that nobody named is not this command's business
             if value.name == name:
-                found[store.encode(value)] = value
-                files.append(path.name)
-    if len(found) > 1:
-        raise Error(
-            f"several {noun.kind}s named {name!r} beside {plan} ({', '.join(files)}): choose with --{noun.kind}"
-        )
-    return next(iter(found.values()), None)
+                files.append((path, value))
+    return files
 
 
 def _head(path: Path) -> str | None:

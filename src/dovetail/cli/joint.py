@@ -41,7 +41,7 @@ def plan(
             within=within,
             task=task_ms * 1e-3 if objective == "throughput" else 0.0,
             statistics=statistics,
-            memory=inputs.memory_bytes(memory_gib),
+            memory=None if memory_gib is None else inputs.memory_bytes(memory_gib),
             optimizer=optimizer,
         )
     store.write(output, found.chosen.plan)

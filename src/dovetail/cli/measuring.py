@@ -46,6 +46,7 @@ def profile(
     from dovetail.view import tables
 
     sizes = sorted({batch, *inputs.counts(batches)}) if batches else None
+    inputs.not_an_input(output, model)
     shell.writable(output)
     with shell.stdout_to_stderr(), shell.working(f"loading {model}") as tell:
         workload = measure.load(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,7 +52,7 @@ BELONGS = {
     "png": ("", "--burst"),
     "devices": ("--burst", "--auto"),
     "memory": ("--burst", "--auto"),
-    "task": ("--burst", "--auto"),
+    "task": ("--burst", "--auto --objective throughput"),
     "amplification": ("--burst",),
     "objective": ("--auto",),
     "within": ("--auto",),
@@ -134,7 +135,11 @@ def plan(
     ] = None,
     task: Annotated[
         float,
-        typer.Option(min=0, metavar="MS", help="--burst, --auto: a background task; shorter gaps are worthless."),
+        typer.Option(
+            min=0,
+            metavar="MS",
+            help="--burst, --auto --objective throughput: a background task; shorter gaps are worthless.",
+        ),
     ] = 0.5,
     png: Png = None,
     json: shell.Json = False,
@@ -147,8 +152,10 @@ def plan(
     """
     if auto + burst + (spb is not None) > 1:
         raise typer.BadParameter("--auto, --burst and --spb are several ways: give one")
-    _only_what_belongs(ctx, "--auto" if auto else "--burst" if burst else "" if spb is None else "--spb")
-    inputs.not_an_input(output or Path("plan.json" if spb is None else "depth.json"), profile, network)
+    ways = ["--auto", f"--auto --objective {objective.value}"] if auto else ["--burst" if burst else ""]
+    _only_what_belongs(ctx, ways if spb is None else ["--spb"])
+    for path in (output or Path("plan.json" if spb is None else "depth.json"), png):
+        inputs.not_an_input(path, profile, network)
     if burst:
         from . import bursting
 
@@ -223,14 +230,14 @@ def plan(
         shell.show(tables.plans(compared, chosen=chosen), "", *sentences, *savings)
 
 
-def _only_what_belongs(ctx: typer.Context, way: str) -> None:
+def _only_what_belongs(ctx: typer.Context, chosen: Sequence[str]) -> None:
     """One clear line for an option that would do nothing."""
     for name, ways in BELONGS.items():
         source = ctx.get_parameter_source(name)
-        if way not in ways and source is not None and source.name == "COMMANDLINE":
+        if not set(chosen) & set(ways) and source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
             where = " and ".join(w for w in ways if w)
-            only = f"goes with {where} only" if "" not in ways else f"does not go with {way}"
+            only = f"goes with {where} only" if "" not in ways else f"does not go with {chosen[0]}"
             raise typer.BadParameter(f"{option} {only}")
 
 
@@ -290,6 +297,9 @@ def simulate(
     from dovetail.view.timeline import TimelineView
 
     chosen = inputs.read_plan(plan)
+    for path in (output, png):
+        if path and path.exists():
+            inputs.not_an_input(path, plan, profile, network, *inputs.sources(plan, chosen))
     job = inputs.read_profile(profile) if profile else inputs.profile_of(plan, chosen)
     if isinstance(chosen, DepthPlan):
         named = network or chosen.network != "none"  # planned without a network, it is predicted without one
@@ -335,6 +345,7 @@ def scale(
         raise typer.BadParameter("--policies are ways of merging, --techniques all that there is: give one")
     if allow_statistics and not techniques:
         raise typer.BadParameter("--allow-statistics belongs to --techniques")
+    inputs.not_an_input(png, profile, network)
     import msgspec
 
     from dovetail import simulate as predict

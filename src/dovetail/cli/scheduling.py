@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from dovetail.core.errors import Error
 
-from . import shell
+from . import inputs, shell
 
 if TYPE_CHECKING:
     from dovetail.simulate.cluster.study import Cell
@@ -99,10 +99,11 @@ def schedule(
     if png and not loads:
         raise Error("--png draws load curves: give --load 0.5..1.2")
     for path in (png, perfetto, output):
+        inputs.not_an_input(path, source)
         if path:
             shell.writable(path)
     who = contenders(policy, spb=spb, duty_cap=duty_cap)
-    cluster = Cluster(devices=devices, node=min(node, devices), device_bytes=int(memory * 2**30))
+    cluster = Cluster(devices=devices, node=min(node, devices), device_bytes=inputs.memory_bytes(memory))
     costs = Costs(jitter=jitter, switch=switch, restart=restart)
     try:
         found = read_trace(source, assumed=Assumed(shape=shape, iteration=iteration))

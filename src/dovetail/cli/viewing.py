@@ -54,8 +54,7 @@ def view(
     if port and not (serve or open_):
         raise typer.BadParameter("--port goes with --serve and --open only")
     for output in (perfetto, png, html):
-        if output:
-            inputs.not_an_input(output, *(files or []))
+        inputs.not_an_input(output, *(files or []))
     if html or serve or open_:
         if perfetto or png or json:
             raise typer.BadParameter("--html, --serve and --open go without --perfetto, --png and --json")
