@@ -103,6 +103,13 @@ def test_memory_that_does_not_suffice_is_said(folder: Path) -> None:
     assert done.stderr.count("\n") == 1 and "needs at least" in done.stderr
 
 
+def test_a_profile_that_takes_no_time_is_one_line(folder: Path) -> None:
+    store.write(folder / "zero.json", made_profile([4] * 3, [0.0] * 3, forward=[0.0] * 3))
+    done = run("plan", folder / "zero.json", "--burst", "-o", folder / "zero-plan.json")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert "profile 'made': expected layers that take time" in done.stderr and not (folder / "zero-plan.json").exists()
+
+
 def test_more_devices_than_can_be_planned_are_one_line_with_a_way_out(folder: Path) -> None:
     arguments = ("plan", folder / "job.json", "--burst", "--devices", "100000", "--batch", "100000")
     done = run(*arguments, "-o", folder / "never.json")

@@ -16,9 +16,9 @@ from dovetail.core.plan import Plan
 from dovetail.core.timeline import Timeline
 
 from .command import run
+from .planning.joint_oracle import profile as random_profile
 from .planning.oracle import made_profile
-from .planning.test_joint import profile as random_profile
-from .planning.test_joint import uneven
+from .planning.test_joint_choice import uneven
 
 
 @pytest.fixture
@@ -117,6 +117,29 @@ def test_a_speed_and_a_memory_are_kept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--objective", "throughput", "--within", "0"], "within: no plan for 'uneven' takes at most 0 s"),
+        (["--objective", "device-time", "--within", "0"], "within: no plan for 'uneven' takes at most 0 s"),
+        (["--memory", "0"], "bytes each, expected at most 0"),
+        (["--memory", "0", "--allow-statistics"], "bytes each, expected at most 0"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_nothing_of_a_thing_is_one_line(folder: Path, extra: list[str], said: str) -> None:
+    done = run("plan", folder / "uneven.json", "10gbe-8", "--auto", *extra, "-o", folder / "never.json")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
+    assert not (folder / "never.json").exists()
+
+
+def test_tasks_that_take_next_to_no_time_fill_every_gap(folder: Path) -> None:
+    short, none = (
+        auto(folder, "uneven.json", "10gbe-8", "--objective", "throughput", "--task", task) for task in ("1e-320", "0")
+    )
+    assert short["chosen"] == none["chosen"]
+
+
+@pytest.mark.parametrize(
     "extra",
     [
         ["--auto", "--burst"],
@@ -128,6 +151,8 @@ def test_a_speed_and_a_memory_are_kept(folder: Path) -> None:
         ["--objective", "throughput"],
         ["--allow-statistics"],
         ["--within", "1"],
+        ["--auto", "--task", "5"],
+        ["--auto", "--objective", "device-time", "--task", "5"],
     ],
     ids=" ".join,
 )

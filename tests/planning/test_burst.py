@@ -136,6 +136,8 @@ def test_the_front_keeps_what_it_promises(seed: int) -> None:
     assert planner.fastest().prediction.iteration == front[0][0]
     assert planner.fastest(amplification=1e6).prediction.iteration == front[0][0]
     assert planner.cheapest().prediction.device_time == front[-1][1]
+    with pytest.raises(Error, match="iteration: expected seconds, at least 0, got nan"):
+        planner.cheapest(iteration=float("nan"))
     if planner.one_device:
         assert planner.fastest(amplification=1).prediction.amplification <= 1
         limits = [p.prediction for p in planner.tradeoff()]

@@ -149,8 +149,10 @@ def test_a_gap_is_worth_the_whole_tasks_that_fit() -> None:
     assert background(planner, counts, task=2.5).useful == 2 * 9.0
     # Device 1 is free from the last layer backward to the first layer forward of the next iteration: 4 + 2 seconds.
     assert background(planner, [1, 2, 1], task=5.5).useful == 2 * 13.5 + 5.5 + 5.5
-    with pytest.raises(Error, match="task: expected at least 0"):
-        background(planner, counts, task=-1)
+    for task in (-1.0, math.inf, math.nan):
+        with pytest.raises(Error, match="task: expected at least 0 and finite seconds"):
+            background(planner, counts, task=task)
+    assert background(planner, counts, task=1e-320) == background(planner, counts), "tasks that short fill every gap"
 
 
 @pytest.mark.parametrize("seed", range(6))

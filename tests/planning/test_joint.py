@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from dovetail.core.burst import BurstPlan
 from dovetail.core.depth import DepthPlan
+from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, TableCost
 from dovetail.core.plan import Plan
 from dovetail.measure.presets import preset
 from dovetail.planning import compare
 from dovetail.planning.burst import BurstPlanner
-from dovetail.planning.burst_bound import fewest_seconds_per_byte, least_work, lower_bound
+from dovetail.planning.burst_bound import fewest_seconds_per_byte, least_work, relaxations, tightest
 from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
 from dovetail.planning.joint_parts import Question, combinations
 from dovetail.simulate.joint import choose, score, timeline
@@ -87,7 +88,7 @@ def test_no_device_counts_go_below_the_bound_of_burst(
     if seed % 2:
         job = msgspec.structs.replace(job, edges=((0, 1), (0, 2), (1, 3), (2, 3)))
     planner = BurstPlanner(job, ProfileCost(job, batch, NetworkLinks(net)), devices)
-    bound = lower_bound(planner)
+    bound = tightest(relaxations(planner))
     limits = {t: least_work(planner, t) for t in (bound * 1.1, bound * 1.5, math.inf)}
     for counts in itertools.product(planner.choices, repeat=4):
         s = score(planner.predict(counts), profile=job, network=net, devices=devices)
@@ -159,11 +160,16 @@ def test_the_score_of_a_plan_is_what_its_timeline_shows() -> None:
 
 def test_background_tasks_get_whole_tasks_only_and_gaps_go_on_in_the_next_iteration() -> None:
     """Ten seconds; a device that is busy from 4 to 6 has one gap of 8 s: two tasks of 3 s."""
-    from dovetail.simulate.joint import _gaps, _worth
+    from dovetail.planning.burst_background import worth
+    from dovetail.simulate.joint import _gaps
 
-    assert _gaps([(4.0, 6.0)], 10.0) == [8.0] and _worth(8.0, 3.0) == 6.0
+    assert _gaps([(4.0, 6.0)], 10.0) == [8.0] and worth(8.0, 3.0) == 6.0
     assert _gaps([(0.0, 6.0), (2.0, 3.0), (7.0, 8.0)], 10.0) == [1.0, 2.0]
-    assert _gaps([(0.0, 10.0)], 10.0) == [] and _worth(0.3, 0.1) == pytest.approx(0.3)
+    assert _gaps([(0.0, 10.0)], 10.0) == [] and worth(0.3, 0.1) == pytest.approx(0.3)
+    job, net = profile(0, 3), network(1e-3, 1e-9)
+    plan = choose(job, net, devices=2).chosen.plan
+    with pytest.raises(Error, match="task: expected at least 0 and finite seconds, got inf"):
+        score(plan, profile=job, network=net, devices=2, task=math.inf)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -105,6 +105,8 @@ class BurstPlanner:
 
     def cheapest(self, *, iteration: float | None = None) -> BurstPlan:
         """The least device-time with an iteration of at most so many seconds."""
+        if iteration is not None and not iteration >= 0:
+            raise Error(f"iteration: expected seconds, at least 0, got {iteration}")
         limit = None if iteration is None else self._ticks(iteration)
         found = limited.best(self.problem, "work", limit)
         if found is None:

@@ -56,8 +56,7 @@ def phases(planner: BurstPlanner, counts: Sequence[int]) -> list[tuple[float, in
 
 def background(planner: BurstPlanner, counts: Sequence[int], *, task: float = 0.0) -> Background:
     """What the plan leaves; with `task` 0 every gap is worth its length."""
-    if task < 0:
-        raise Error(f"task: expected at least 0 seconds, got {task:g}")
+    check_task(task)
     spans = phases(planner, counts)
     iteration = sum(seconds for seconds, _ in spans)
     levels = sorted(set(counts))
@@ -67,7 +66,7 @@ def background(planner: BurstPlanner, counts: Sequence[int], *, task: float = 0.
         whole = low == levels[-1]
         gaps = [iteration] if whole else _gaps(spans, low)
         idle += (high - low) * sum(gaps)
-        useful += (high - low) * sum(gap if whole or not task else _tasks(gap, task) * task for gap in gaps)
+        useful += (high - low) * sum(gap if whole else worth(gap, task) for gap in gaps)
     return Background(idle=idle, useful=useful, iteration=iteration)
 
 
@@ -101,9 +100,15 @@ def with_background(planner: BurstPlanner, *, task: float, iteration: float | No
         best = found
 
 
-def _tasks(gap: float, task: float) -> int:
-    """Whole tasks in a gap; rounding must not lose the last one."""
-    return math.floor(gap / task * (1 + 1e-12))
+def check_task(task: float) -> None:
+    if not 0 <= task < math.inf:
+        raise Error(f"task: expected at least 0 and finite seconds, got {task:g}")
+
+
+def worth(gap: float, task: float) -> float:
+    """Seconds of a gap that whole tasks fill; rounding must not lose the last one."""
+    tasks = gap / task * (1 + 1e-12) if task else math.inf
+    return math.floor(tasks) * task if tasks < math.inf else gap  # tasks that short fill every gap
 
 
 def _gaps(spans: Sequence[tuple[float, int]], device: int) -> list[float]:

@@ -13,6 +13,7 @@ which is asked about a job with those costs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,9 +30,9 @@ WEIGHTS = (0.0, 0.5, 2.0, 8.0)
 """s: 0 counts computing only; the larger, the more the links count."""
 
 
-def lower_bound(planner: BurstPlanner) -> float:
-    """Seconds."""
-    return max(plan.prediction.iteration for plan in relaxations(planner))
+def tightest(relaxed: Sequence[BurstPlan]) -> float:
+    """Seconds that no plan of a planner beats, by its `relaxations`."""
+    return max(plan.prediction.iteration for plan in relaxed)
 
 
 def relaxations(planner: BurstPlanner) -> list[BurstPlan]:

@@ -135,6 +135,8 @@ def combinations(q: Question) -> tuple[list[Combination], list[Excluded]]:
     reasons = _refused(q)
     for g in shares:
         found += _parallel(q, g, reasons)
+    if "partial" not in reasons and q.memory is not None and q.memory < 1:
+        reasons["partial"] = "devices without memory hold no worker of any depth"
     if "partial" not in reasons:
         # A shallow worker needs less memory than a full one, so depth planning looks at memory itself.
         found += [_partial(q, g, name) for name in PARTIAL for g in q.shares if g > 1]
@@ -320,7 +322,7 @@ def _burst(q: Question) -> list[Combination]:
         Combination(
             "burst",
             q.devices,
-            bound=max(plan.prediction.iteration for plan in least),
+            bound=burst_bound.tightest(least),
             held=0,
             work=cache(partial(burst_bound.least_work, planner)),
             exact=False,

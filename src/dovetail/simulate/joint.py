@@ -10,7 +10,6 @@ follow each other without a pause, so the last gap of one is the first of the ne
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from dovetail.core.burst import BurstPlan
@@ -20,6 +19,7 @@ from dovetail.core.network import Network
 from dovetail.core.profile import Profile
 from dovetail.core.store import MOST_COUNT, MOST_SECONDS
 from dovetail.core.timeline import ALL_RANKS, Timeline
+from dovetail.planning.burst_background import check_task, worth
 from dovetail.planning.burst_cost import NetworkLinks
 from dovetail.planning.joint import Joint, Score, Search
 from dovetail.planning.joint_parts import OBJECTIVES, AnyPlan, Objective, Question, shared_out
@@ -86,6 +86,7 @@ def timeline(plan: AnyPlan, profile: Profile, network: Network) -> Timeline:
 
 def score(plan: AnyPlan, *, profile: Profile, network: Network, devices: int, task: float = 0.0) -> Score:
     """What the timeline of a plan says of it on a cluster of so many devices."""
+    check_task(task)
     if isinstance(plan, BurstPlan):
         iteration, busy = occupancy(plan, shared_out(profile), NetworkLinks(network))
     else:
@@ -94,7 +95,7 @@ def score(plan: AnyPlan, *, profile: Profile, network: Network, devices: int, ta
     used = sum(ranks for ranks, _ in busy)
     useful = (devices - used) * iteration
     for ranks, spans in busy:
-        useful += ranks * sum(_worth(gap, task) for gap in _gaps(spans, iteration))
+        useful += ranks * sum(worth(gap, task) for gap in _gaps(spans, iteration))
     taken = sum(ranks * (iteration - sum(_gaps(spans, iteration))) for ranks, spans in busy)
     return Score(iteration=iteration, device_time=taken, useful=useful)
 
@@ -124,8 +125,3 @@ def _gaps(busy: list[tuple[float, float]], until: float) -> list[float]:
     elif last:
         found.append(last)
     return found
-
-
-def _worth(gap: float, task: float) -> float:
-    """Whole tasks; rounding must not lose the last one."""
-    return gap if not task else math.floor(gap / task * (1 + 1e-12)) * task

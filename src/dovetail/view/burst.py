@@ -64,6 +64,8 @@ class Study:
 
 def study(planner: BurstPlanner, *, amplification: float | None = None, task: float = 0.0) -> Study:
     """Data parallelism on 1, 2, 4, … devices, DeepPool's rule where it applies, and burst plans along the front."""
+    if not planner.one_device:
+        raise Error(f"profile {planner.profile.name!r}: expected layers that take time, all of its layers take 0 s")
 
     def row(plan: BurstPlan) -> Row:
         left = background(planner, plan.counts, task=task)
@@ -93,7 +95,8 @@ def table(found: Study) -> RenderableType:
     for r in found.rows:
         p, mark = r.plan.prediction, r is found.chosen
         row = [f"{'->' if mark else '  '} {name(r.plan)}", units.seconds(p.iteration)]
-        row += [f"{base.prediction.iteration / p.iteration:.2f}x", f"{p.amplification:.2f}x", f"{r.free:.1f}"]
+        speed = f"{base.prediction.iteration / p.iteration:.2f}x" if p.iteration else "-"
+        row += [speed, f"{p.amplification:.2f}x", f"{r.free:.1f}"]
         row += [f"{r.useful:.1f}"] if found.task else []
         made.add_row(*row, str(len(r.plan.stages())), style="bold" if mark else "")
     note = f"speed against {base.policy}; device-time against one device; free devices on average"
@@ -185,7 +188,7 @@ def _freed(planner: BurstPlanner, dp: BurstPlan, parallel: Sequence[BurstPlan]) 
     speed = dp.prediction.iteration
     burst = planner.cheapest(iteration=speed).prediction.device_time
     static = min(p.prediction.device_time for p in (dp, *parallel) if p.prediction.iteration <= speed)
-    return dp, planner.devices - burst / speed, planner.devices - static / speed
+    return dp, planner.devices - burst / (speed or 1), planner.devices - static / (speed or 1)
 
 
 def _doubts(planner: BurstPlanner, plan: BurstPlan) -> list[str]:
