@@ -6,7 +6,9 @@ order. The optimiser waits for the buckets one by one, updates this rank's piece
 are queued in the order in which the next forward pass needs them, and every parameter is `Arriving` until then.
 
 What a gradient is follows torch: without `zero_grad` passes add up; a pass inside `no_sync` stays on its rank until the
-next that synchronises; None means that the optimiser leaves the parameter alone.
+next that synchronises; None means that the optimiser leaves the parameter alone. Where torch would add a rank's own
+gradient to a reduced one that was not zeroed, they stay apart: the one is in the shares, the other is kept beside them
+until the next pass sends it, and a stand-in in `.grad` hears what becomes of both.
 """
 
 from __future__ import annotations
@@ -42,9 +44,17 @@ class Slot:
     parameter: nn.Parameter
     scattered: ScatteredGradient
     """Stands in `.grad` while the shares hold a gradient."""
+    mixed: ScatteredGradient
+    """Stands in `.grad` while they do and `own` is still to be added."""
+    own: torch.Tensor | None = None
+    """What this rank alone has added to the gradient in the shares."""
     bucket: Bucket | None = None
     ready: bool = False
     """Its gradient of this pass is in the bucket."""
+    used: bool = False
+    """It got a gradient in a pass that did not synchronise, since the last one that did."""
+    stands: bool = False
+    """The shares held a gradient when the gradient that is being added came."""
     carried: bool = False
     """What the share holds was not zeroed: the next gradient is added to it."""
 
@@ -88,7 +98,8 @@ class Exchange:
         self.slots: list[Slot] = []
         self._handles = []
         for index, (name, parameter) in enumerate(named):
-            self.slots.append(Slot(name, parameter, stand_in(name, parameter, _later(us, "_zero", index))))
+            scattered, mixed = (stand_in(name, parameter, _later(us, "_zero", index)) for _ in range(2))
+            self.slots.append(Slot(name, parameter, scattered, mixed))
             self._handles.append(parameter.register_hook(_later(us, "_before", index)))
             self._handles.append(parameter.register_post_accumulate_grad_hook(_later(us, "_after", index)))
         self.index = {id(p): i for i, (_, p) in enumerate(named)}
@@ -143,9 +154,9 @@ class Exchange:
         for number in self.needed:
             bucket = self.buckets[number]
             job = _gather(bucket, self.group)
-            bucket.gathering = self._submit("all-gather", bucket, job)
+            gathering = self._submit("all-gather", bucket, job)
             for i in bucket.members:
-                expect(self.slots[i].parameter, Arrival(bucket.gathering, i, uses))
+                expect(self.slots[i].parameter, Arrival(gathering, i, uses))
 
     def settle(self) -> None:
         """Waits until every parameter is whole."""
@@ -172,30 +183,42 @@ class Exchange:
         """A gradient is about to be added to `.grad`: what stands there for the shares makes room."""
         slot = self.slots[index]
         gradient = slot.parameter.grad
-        if gradient is slot.scattered:
-            slot.parameter.grad, slot.carried = None, True
-        elif gradient is None:
-            slot.carried = False
+        slot.stands = gradient is slot.scattered or gradient is slot.mixed
+        if slot.stands:
+            slot.parameter.grad = slot.own if gradient is slot.mixed else None
+        slot.own = None
 
     def _after(self, index: int) -> None:
         """`.grad` holds this rank's gradient."""
         slot = self.slots[index]
+        gradient = slot.parameter.grad
+        assert gradient is not None
         if not self._armed or slot.ready:
+            slot.used = True
+            if slot.stands:
+                slot.own, slot.parameter.grad = gradient, slot.mixed
             return
-        bucket, gradient = slot.bucket, slot.parameter.grad
-        assert bucket is not None and gradient is not None
         if gradient.is_sparse:
             raise Error(f"overlap: the gradient of {slot.name!r} is sparse, and buckets are dense")
+        self._take(index, gradient)
+        slot.carried = slot.stands
+        slot.ready = self._begun = True
+        assert slot.bucket is not None
+        slot.bucket.missing -= 1
+        if self.watching:
+            self.stamps.append((index, time.perf_counter()))
+        self._launch()
+
+    def _take(self, index: int, gradient: torch.Tensor) -> None:
+        """Puts this rank's gradient into its bucket; from here on the shares have it."""
+        slot = self.slots[index]
+        bucket = slot.bucket
+        assert bucket is not None
         if bucket.reducing is not None:
             bucket.reducing.wait()
         with torch.no_grad():
             torch.mul(gradient.detach(), 1 / self.ranks, out=bucket.views[index])
-        slot.parameter.grad = slot.scattered
-        slot.ready = self._begun = True
-        bucket.missing -= 1
-        if self.watching:
-            self.stamps.append((index, time.perf_counter()))
-        self._launch()
+        slot.parameter.grad, slot.own = slot.scattered, None
 
     def _launch(self) -> None:
         """Queues every bucket that is full, in order."""
@@ -211,8 +234,10 @@ class Exchange:
             if self.find_unused:
                 self._flags = torch.zeros(ring.padded(len(self.slots), self.ranks), device=self.device)
                 for i, slot in enumerate(self.slots):
-                    self._flags[i] = float(slot.ready)
+                    self._flags[i] = float(slot.ready or slot.used)
                 self._flagging = self.lane.submit("the search for unused parameters", _add_up(self._flags, self.group))
+            for slot in self.slots:
+                slot.used = False
 
     def _submit(self, what: str, bucket: Bucket, job: Callable[[], None]) -> Ticket:
         ticket = self.lane.submit(f"the {what} of bucket {bucket.number}", job)
@@ -222,16 +247,26 @@ class Exchange:
         return ticket
 
     def _complete(self) -> None:
-        """Backward is over, and some parameters got no gradient on this rank: the others get zeros from here."""
+        """Backward is over, and some parameters got no gradient in it on this rank.
+
+        As with torch, the others get from here what earlier passes inside `no_sync` have left, or else zeros.
+        """
         unused = []
         for bucket in self.buckets[self._next :]:
             for i in bucket.members:
                 slot = self.slots[i]
-                if not slot.ready:
+                if slot.ready:
+                    continue
+                gradient = slot.parameter.grad
+                slot.carried = gradient is slot.scattered or gradient is slot.mixed
+                own = (slot.own if slot.carried else gradient) if slot.used else None
+                slot.used = own is not None
+                if own is not None:
+                    self._take(i, own)
+                else:
                     bucket.views[i].zero_()
-                    slot.carried = slot.parameter.grad is slot.scattered
-                    if slot.parameter.requires_grad:
-                        unused.append(slot.name)
+                if slot.parameter.requires_grad:
+                    unused.append(slot.name)
             bucket.missing = 0
         self._launch()
         if unused and not self.find_unused:
@@ -250,13 +285,16 @@ class Exchange:
         self._flags = None
 
     def _zero(self, index: int) -> None:
-        bucket = self.slots[index].bucket
+        slot = self.slots[index]
+        bucket = slot.bucket
         assert bucket is not None
         if bucket.reducing is not None:
             bucket.reducing.wait()
         for piece in bucket.pieces:
             if piece.index == index:
                 piece.gradient.zero_()
+        if slot.parameter.grad is slot.mixed:
+            slot.parameter.grad, slot.own = slot.scattered, None
 
     def _check_places(self) -> None:
         for bucket in self.buckets:

@@ -49,7 +49,6 @@ class Bucket:
     missing: int = 0
     """Members whose gradient is not there yet."""
     reducing: Ticket | None = field(default=None)
-    gathering: Ticket | None = field(default=None)
 
     def mine(self, rank: int) -> torch.Tensor:
         """This rank's n-th of the values."""
@@ -87,7 +86,9 @@ def _bucket(number: int, members: list[int], parameters: Sequence[nn.Parameter],
         parameter.data = place
         views[i], pointers[i], offsets[i] = _same_form(gradients, parameter, at), place.data_ptr(), at
         low, high = max(at, rank * width), min(at + parameter.numel(), (rank + 1) * width)
-        if low < high:
+        empty = not parameter.numel() and rank == 0  # somebody must have its state, as torch's optimisers do
+        if low < high or empty:
+            high = max(low, high)
             gradient = share[low - rank * width : high - rank * width]
             pieces.append(Piece(i, low - at, high - at, values[low:high], gradient))
         at += parameter.numel()
