@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,8 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
+from dovetail.core import store
 from dovetail.core.plan import Bucket, Plan, Prediction
 from dovetail.train import ring
+from dovetail.train.ddp import PLAN_VARIABLE
 
 from .overlapping import OPTIMIZERS, Bag, both, difference, loss, refusal
 
@@ -77,13 +80,12 @@ def _scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     scaler.unscale_(optimizer)
 
 
-def given() -> dict[str, Any]:
-    """A stored plan from the first step on, in an order that nobody would guess; and plans that do not fit."""
-    theirs, module = TorchDDP(Bag()), Bag()
-    sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters() if p.requires_grad}
+def by_hand() -> Plan:
+    """A plan for a Bag, in an order that nobody would guess."""
+    sizes = {n: p.numel() * p.element_size() for n, p in Bag().named_parameters() if p.requires_grad}
     names = sorted(sizes)
     ends = [1, 4, len(names)]
-    plan = Plan(
+    return Plan(
         policy="by hand",
         profile="bag",
         network="none",
@@ -97,7 +99,12 @@ def given() -> dict[str, Any]:
         prediction=Prediction(iteration=0.0, forward=0.0, backward=0.0, exposed=0.0, lower_bound=0.0),
         overlap="forward",
     )
-    ours = dovetail.DistributedDataParallel(module, overlap="forward", plan=plan)
+
+
+def given() -> dict[str, Any]:
+    """A stored plan from the first step on; and plans that do not fit."""
+    theirs, plan = TorchDDP(Bag()), by_hand()
+    ours = dovetail.DistributedDataParallel(Bag(), overlap="forward", plan=plan)
     make = OPTIMIZERS["adam"]
     pairs = [(theirs, make(theirs.parameters())), (ours, dovetail.optimizer(make(ours.parameters()), ours))]
     for step in range(3):
@@ -107,8 +114,8 @@ def given() -> dict[str, Any]:
             optimizer.step()
     return {
         "difference": difference(ours, theirs),
-        "used": [[ours.exchange.slots[i].name for i in bucket.members] for bucket in ours.exchange.buckets],
-        "planned": [names[a:b] for a, b in pairwise([0, *ends])],
+        "used": _buckets(ours),
+        "planned": [list(plan.tensors[b.start : b.stop]) for b in plan.buckets],
         "report": ours.report.plan == plan,
         "other model": refusal(lambda: dovetail.DistributedDataParallel(nn.Linear(4, 4), overlap="forward", plan=plan)),
         "other mode": refusal(
@@ -117,6 +124,34 @@ def given() -> dict[str, Any]:
             )
         ),
     }
+
+
+def named(folder: str) -> dict[str, Any]:
+    """Plans that the environment names."""
+    plan = by_hand()
+    mine = Path(folder, str(dist.get_rank()))
+    mine.mkdir()
+    store.write(mine / "plan.json", plan)
+    store.write(mine / "other.json", msgspec.structs.replace(plan, overlap="backward"))
+    found: dict[str, Any] = {"planned": [list(plan.tensors[b.start : b.stop]) for b in plan.buckets]}
+
+    def wrapped() -> Any:
+        return dovetail.DistributedDataParallel(Bag(), overlap="forward")
+
+    try:
+        os.environ[PLAN_VARIABLE] = str(mine / "plan.json")
+        ours = wrapped()
+        found |= {"used": _buckets(ours), "report": ours.report.plan == plan}
+        for what in ("other", "missing"):
+            os.environ[PLAN_VARIABLE] = str(mine / f"{what}.json")
+            found[what] = refusal(wrapped)
+    finally:
+        del os.environ[PLAN_VARIABLE]
+    return found
+
+
+def _buckets(model: Any) -> list[list[str]]:
+    return [[model.exchange.slots[i].name for i in bucket.members] for bucket in model.exchange.buckets]
 
 
 def dropped() -> list[bool]:

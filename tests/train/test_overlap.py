@@ -55,7 +55,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> str:
 def two(kept: str) -> Runs:
     """Results of the scenarios on two ranks, by name: one per rank. They run once, in the same processes."""
     stored = {name: (getattr(overlapping_state, name), {"folder": kept}) for name in ("stored", "resumed")}
-    return _runs({**CALLS, **MORE, **stored}, 2)
+    asked = {"named": (overlapping_edges.named, {"folder": kept})}
+    return _runs({**CALLS, **MORE, **stored, **asked}, 2)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,12 @@ def test_a_stored_plan_is_followed_from_the_first_step_on(two: Runs) -> None:
         assert result["difference"] < CLOSE
         assert result["used"] == result["planned"] and result["report"]
         assert "is only in" in result["other model"] and "--overlap forward" in result["other mode"]
+
+
+def test_a_plan_that_the_environment_names_is_followed_and_one_that_does_not_fit_refused(two: Runs) -> None:
+    for result in two("named"):
+        assert result["used"] == result["planned"] and result["report"]
+        assert "--overlap forward" in result["other"] and "no such file" in result["missing"]
 
 
 def test_recorded_steps_show_every_half_of_every_bucket(two: Runs) -> None:

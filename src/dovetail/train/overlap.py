@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from dovetail.core import store
 from dovetail.core.errors import Error
 from dovetail.core.plan import MIB, Plan
 
@@ -50,8 +51,9 @@ class ForwardOverlap(DistributedDataParallel):
         overlap: Literal["forward"] | None = "forward",
         **kwargs: Any,
     ) -> None:
-        if plan == "auto" and os.environ.get(PLAN_VARIABLE) == "off":
-            plan = None
+        asked = os.environ.get(PLAN_VARIABLE, "")
+        if plan == "auto" and asked:
+            plan = None if asked == "off" else store.read(asked, Plan)
         _check_arguments(module, plan, kwargs)
         kwargs.pop("static_graph", None)  # a promise that helps torch's reducer, of which there is none here
         self._reduced, self._reduced_names = None, None
@@ -231,5 +233,3 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]], sparse: list[bool])
             raise Error(f"overlap: expected one device, got {first.device} and {parameter.device} ({name!r})")
         if type(parameter) is not nn.Parameter:
             raise Error(f"overlap: {name!r} is a {type(parameter).__qualname__}; expected a plain torch.nn.Parameter")
-    if not dist.is_available():
-        raise Error("overlap: needs torch.distributed")
