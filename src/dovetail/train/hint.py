@@ -8,7 +8,9 @@ import msgspec
 
 from dovetail import planning
 from dovetail.core.network import Collective, Fit, Network, Sample
-from dovetail.core.profile import Layer, LayerTime, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, Profile
+
+from .trials import exactly
 
 
 def forward_gain(profile: Profile, network: Network) -> str:
@@ -38,7 +40,7 @@ def mirrored(profile: Profile) -> Profile:
             type="parameter",
             parameter_bytes=tensor.bytes,
             activation_bytes=0,
-            times=(LayerTime(batch=profile.batch, forward=_exactly(forward * share), backward=_exactly(gap)),),
+            times=(LayerTime(batch=profile.batch, forward=exactly(forward * share), backward=exactly(gap)),),
         )
         for tensor, share, gap in reversed(list(zip(profile.tensors, shares, gaps, strict=True)))
     )
@@ -55,7 +57,3 @@ def halved(network: Network) -> Network:
     return msgspec.structs.replace(
         network, collectives={**network.collectives, "reduce_scatter": half, "all_gather": half}
     )
-
-
-def _exactly(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)

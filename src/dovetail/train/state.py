@@ -132,4 +132,4 @@ def _all_gather_on(exchange: Exchange, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-WHAT = "gathering optimiser state, for which every rank must call state_dict() (not the first rank alone),"
+WHAT = "gathering optimiser state from all ranks (each of them must call state_dict() if one does)"
