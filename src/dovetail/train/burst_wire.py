@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import re
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -22,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from dovetail.core.errors import Error
 
 from .burst_gaps import announced
+from .words import plain
 
 SLICE = timedelta(seconds=1)
 """How long to wait before looking whether another rank has failed."""
@@ -83,7 +83,7 @@ class Wire:
                 if line := self.failure():
                     raise Error(line) from None
                 if ended:
-                    reason = _plain(e)
+                    reason = plain(e)
                     raise Error(f"burst rank {self.rank}: {what}: a rank is gone or unreachable ({reason})") from None
                 # It may have ended, even well, after the slice and before this look: then the next wait says how.
                 ended = work.is_completed()
@@ -152,9 +152,3 @@ class Wire:
             return str(store.get(self._key).decode()) if store.check([self._key]) else None
         except RuntimeError:
             return None
-
-
-def _plain(error: Exception) -> str:
-    """gloo's message without the place in its sources and without its advice."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first).partition(". This is typically")[0]
