@@ -146,6 +146,12 @@ def test_phases_change_the_batches_at_their_step() -> None:
         RotatingBatches(range(16), plan, rank=0)
 
 
+@pytest.mark.parametrize("batches", [(0, 0), (4, 0), (4, -1)])
+def test_batches_that_would_never_use_up_the_data_are_refused(batches: tuple[int, ...]) -> None:
+    with pytest.raises(Error, match=r"RotatingBatches: expected local batches of at least 1, got \["):
+        RotatingBatches(range(4), batches, rank=0)
+
+
 def test_shares_keep_the_global_batch() -> None:
     plan = depth_plan((5, 3))
     for total in (2, 7, 8, 64, 100):

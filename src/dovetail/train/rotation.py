@@ -41,6 +41,9 @@ class RotatingBatches(Sampler[list[int]]):
             self._phases = [(p.begins * (steps or 0), p.batches) for p in plan.phases]
         else:
             self._phases = [(0.0, tuple(plan))]
+        for _, batches in self._phases:
+            if not batches or min(batches) < 1:
+                raise Error(f"RotatingBatches: expected local batches of at least 1, got {list(batches)}")
         workers = len(self._phases[0][1])
         if not 0 <= rank < workers:
             raise Error(f"rank: expected 0 to {workers - 1}, got {rank}")
