@@ -21,6 +21,54 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.hooks import RemovableHandle
 
 from dovetail.measure.clock import Clock
+from dovetail.measure.passes import tensors_in
+
+NOT_RUNNING = -1
+"""What torch's number of the present backward pass is outside of any."""
+
+
+class Backward:
+    """Finds the end of the backward pass that the user began, from hooks that run somewhere in it.
+
+    Reentrant checkpointing runs further passes inside that one, and torch calls what is queued in such a pass at its
+    end, not at the end of the whole. The model's outputs get their gradients in the outer pass, before any parameter
+    gets one from them: hooks there know which pass is the outer one.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        """`at_end` is a method, held weakly: whoever is dropped while the user holds an output goes."""
+        self._at_end = weakref.WeakMethod(at_end)
+        self._pass = NOT_RUNNING
+
+    def forget(self) -> None:
+        """Before forward: a backward pass that raised must not be taken for one that runs."""
+        self._pass = NOT_RUNNING
+
+    def expect(self, output: Any) -> bool:
+        """After forward. False where the output has no tensors to hook: then the first gradient's pass is the outer."""
+        us = weakref.ref(self)
+
+        def begun(_: torch.Tensor) -> None:
+            if (me := us()) is not None:
+                me.inside()
+
+        outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in outputs:
+            tensor.register_hook(begun)
+        return bool(outputs)
+
+    def inside(self) -> bool:
+        """Called while backward runs: whether in a pass inside the user's."""
+        now = torch._C._current_graph_task_id()
+        if self._pass == NOT_RUNNING:
+            self._pass = now
+            at_end_of_backward(self._end)
+        return now != self._pass
+
+    def _end(self) -> None:
+        self._pass = NOT_RUNNING
+        if (at_end := self._at_end()) is not None:
+            at_end()
 
 
 @dataclass(frozen=True)
@@ -43,6 +91,8 @@ class Observer:
         self._clock = Clock(parameters[0].device)
         self._handles: list[RemovableHandle] = []
         self._armed = self._queued = False
+        self._backward = Backward(self._outer_ended)
+        self._output_hook = ddp.register_forward_hook(_Outputs(self._backward))
         self._start: Any = None
         self._forward_end: Any = None
         self._ready: list[tuple[int, Any]] = []
@@ -61,6 +111,7 @@ class Observer:
 
     def before_forward(self) -> None:
         self._queued = False  # a backward pass that raised must not silence the next
+        self._backward.forget()
         if self._arms():
             self._start = self._clock.stamp()
 
@@ -72,6 +123,7 @@ class Observer:
 
     def close(self) -> None:
         self._unhook()
+        self._output_hook.remove()
         self._armed = self._queued = False
 
     def _arms(self) -> bool:
@@ -93,14 +145,16 @@ class Observer:
             return
         if self._timed:
             self._ready.append((index, self._clock.stamp()))
-        if not self._queued:
-            self._queued = True
-            # The reducer queues its own callback when the last bucket is ready, so after this one: a callback that
-            # queues another is behind it.
-            _at_end_of_backward(lambda: _at_end_of_backward(self._end))
+        self._queued = True
+        self._backward.inside()
+
+    def _outer_ended(self) -> None:
+        # The reducer queues its own callback when the last bucket is ready, with a static graph from within another
+        # callback: each that queues a further one is behind those of the round before.
+        at_end_of_backward(lambda: at_end_of_backward(self._end))
 
     def _end(self) -> None:
-        if not self._queued:  # closed, or a new forward began, in the meantime
+        if not self._queued:  # no parameter got a gradient, or closed, or a new forward began, in the meantime
             return
         self._queued = self._armed = False
         stop = self._clock.stamp()
@@ -119,6 +173,21 @@ class Observer:
         self._handles.clear()
 
 
-def _at_end_of_backward(callback: Callable[[], None]) -> None:
+class _Outputs:
+    """A forward hook that knows of the module's outputs. A copy or a pickle of the module has one that does nothing."""
+
+    def __init__(self, backward: Backward | None = None) -> None:
+        self._backward = weakref.ref(backward) if backward is not None else None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._backward is not None and (backward := self._backward()) is not None:
+            backward.expect(output)
+
+    def __reduce__(self) -> tuple[type[_Outputs], tuple[()]]:
+        return _Outputs, ()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
     # FSDP2 and DDP's Python side wait for the end of backward in the same way; torch has no public name for it.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
