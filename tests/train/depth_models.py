@@ -112,6 +112,21 @@ class Unused(nn.Module):
         return self.head(self.blocks(x))
 
 
+class Forgetful(nn.Module):
+    """Goes back through its last blocks only if something before them asks for a gradient."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(6, 6) for _ in range(blocks)))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[:2](x)
+        with torch.set_grad_enabled(x.requires_grad):
+            x = self.blocks[2:](x)
+        return self.head(x)
+
+
 class Hooked(nn.Module):
     """Wants a gradient of an activation: nothing that a frozen prefix can give."""
 
@@ -157,6 +172,7 @@ KINDS: dict[str, Any] = {
     "checkpointed": Checkpointed,
     "unused": Unused,
     "hooked": Hooked,
+    "forgetful": Forgetful,
     "gpt2": gpt2,
     "bert": bert,
 }

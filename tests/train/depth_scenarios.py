@@ -259,6 +259,7 @@ def refuses() -> dict[str, str]:
     ladder = list(range(1, k + 1))
     attempt("hooked", lambda: step(partial("hooked", ladder), "hooked"))
     attempt("reentrant", lambda: step(reentrant(ladder), "checkpointed"))
+    attempt("lost", lambda: step(partial("forgetful", ladder), "forgetful"))
     attempt("workers", lambda: partial("skips", [*ladder, k]))
     attempt("other model", lambda: PartialBackprop(build("tied"), partial("cnn", ladder).plan, guard=None))
     attempt("other options", lambda: partial("skips", ladder, uneven_use=dist.get_rank() == 0))

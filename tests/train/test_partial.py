@@ -200,7 +200,9 @@ def test_what_a_cut_would_break_is_refused_in_one_line_on_every_rank(runs: Runs)
     assert "rank 0 at depth 1 of 2: the model does not bear a cut before layer 'blocks.2'" in shallow["hooked"]
     assert "rank 0 has failed; its own message says why" in deep["hooked"]
     for said in (shallow, deep):
-        assert "got a gradient on rank 1 (depth 2) but none on rank 0 (depth 1)" in said["reentrant"]
+        assert "got a gradient in a backward pass inside another" in said["reentrant"]
+        assert "use_reentrant=False" in said["reentrant"]
+        assert "got a gradient on rank 1 (depth 2) but none on rank 0 (depth 1)" in said["lost"]
         assert "is for 3 workers: expected 2" in said["workers"]
         assert "does not fit this model: it has no layer" in said["other model"]
         assert "expected the same plan and options on all ranks" in said["other options"]
@@ -213,3 +215,5 @@ def test_a_killed_rank_ends_the_others_in_one_line() -> None:
     with pytest.raises(LaunchError, match="a rank was lost while gradients were on their way") as ended:
         run_ranks(changes.dies, ranks=3, step_of_death=3, patience=20)
     assert sum(r.code == 5 for r in ended.value.results) >= 1
+    said = [line for r in ended.value.results for line in r.stderr if "a rank was lost" in line]
+    assert said and not any(".cc:" in line or "GLHF" in line for line in said), "gloo's sources are not the user's"

@@ -4,7 +4,9 @@ One thread per rank takes the buckets of a step in the plan's order, the last se
 are ready, and finishes one before the next: a communication stream, in the same order on all ranks. For a bucket of n
 bytes with c contributors among k ranks the links carry (c − 1)n + (k − 1)n bytes: every contributor gets a c-th part of
 the sum from all others (an all-to-all in which the other ranks send nothing) and sends it to everybody. With c = k that
-is an all-reduce; with c = 1 a broadcast. Everybody receives the very same bits, so replicas stay identical.
+is an all-reduce; with c = 1 a broadcast. Everybody receives the very same bits, so replicas stay identical. Behind the
+gradients of a bucket travels one number for each of them that says how many contributors had it: what nobody used, or
+what the user has frozen, keeps `.grad` as it was, as in one process, and no optimiser moves it.
 
 Before the first bucket all ranks tell each other, in a few numbers, how many samples they have, how long they took for
 the last step, and whether they are still well; a rank that failed says so there, and the others end instead of waiting.
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from dovetail.core.errors import Error
 
 from .segments import Leaf
+from .words import plain
 
 Metric = Callable[[Leaf], torch.Tensor | None]
 Job = tuple[Callable[["Delivery"], None], "Delivery"]
@@ -36,17 +39,21 @@ class Bucket:
     segment: int
     leaves: list[Leaf]
     flat: torch.Tensor
+    """All that travels: the gradients, then for each of them how many contributors had it."""
+    gradients: torch.Tensor
     views: list[torch.Tensor]
+    used: torch.Tensor
 
     @classmethod
     def of(cls, leaves: list[Leaf]) -> Bucket:
         first = leaves[0].parameter
         # Half precision is added up in single precision: its eight bits would not bear the sum.
         dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
-        flat = torch.zeros(sum(leaf.parameter.numel() for leaf in leaves), dtype=dtype, device=first.device)
-        parts = flat.split([leaf.parameter.numel() for leaf in leaves])
-        views = [part.view(leaf.parameter.shape) for part, leaf in zip(parts, leaves, strict=True)]
-        return cls(leaves[0].segment, leaves, flat, views)
+        sizes = [leaf.parameter.numel() for leaf in leaves]
+        flat = torch.zeros(sum(sizes) + len(leaves), dtype=dtype, device=first.device)
+        gradients, used = flat.split([sum(sizes), len(leaves)])
+        views = [part.view(leaf.parameter.shape) for part, leaf in zip(gradients.split(sizes), leaves, strict=True)]
+        return cls(leaves[0].segment, leaves, flat, gradients, views, used)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,8 @@ class Delivery:
     depths: tuple[int, ...]
     segments: int
     buckets: list[Bucket]
+    used: set[Leaf] = field(default_factory=set)
+    """What got a gradient on this rank. Grows while backward runs; a bucket that is ready has all of its own here."""
     metric: Metric | None = None
     """Set on a step that is measured."""
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -87,6 +96,7 @@ class Delivery:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     abandoned: bool = False
+    """The backward pass raised: what is not ready will never be."""
     words: list[Word] = field(default_factory=list)
     squares: list[list[float]] = field(default_factory=list)
     """On a measured step, of every rank: |g|² per segment (0 where it did not contribute), then |mean|² per segment."""
@@ -124,13 +134,26 @@ class Courier:
         if isinstance(delivery.error, Error):
             raise delivery.error
         if delivery.error is not None:
-            why = next(iter(str(delivery.error).strip().splitlines()), type(delivery.error).__name__)
+            why = plain(delivery.error)
             raise Error(f"step {delivery.word.step}: a rank was lost while gradients were on their way: {why}")
 
-    def tell_failure(self, step: int) -> None:
-        """Lets the others know that this rank will not come to this step."""
+    def abandon(self, delivery: Delivery) -> None:
+        """Lets the thread go that waits for gradients of a backward pass that has raised."""
+        delivery.abandoned = True
+        for event in delivery.ready:
+            event.set()
+
+    def tell_failure(self, step: int, *, wait: bool = True) -> None:
+        """Lets the others know that this rank will not come to this step.
+
+        Whoever ends right after this must wait until they have heard; whoever was interrupted must not be held up.
+        """
+        word = Word(step=step, samples=0, seconds=0, metric=False, failed=True)
         with contextlib.suppress(Exception):  # the failure itself is what the user must see
-            self._gather(Word(step=step, samples=0, seconds=0, metric=False, failed=True).numbers())
+            if wait:
+                self._gather(word.numbers())
+            else:
+                self._send(word.numbers())
 
     def close(self) -> None:
         self._queue.put(None)
@@ -167,17 +190,20 @@ class Courier:
                 gradient = leaf.tensor.grad
                 view.zero_() if gradient is None else view.copy_(gradient)
             if delivery.metric is not None:
-                squares[0, bucket.segment] += _square(bucket.flat, metric)
+                squares[0, bucket.segment] += _square(bucket.gradients, metric)
             total = sum(delivery.words[rank].samples for rank in contributors)
-            bucket.flat.mul_(delivery.word.samples / total if total else 1 / len(contributors))
+            bucket.gradients.mul_(delivery.word.samples / total if total else 1 / len(contributors))
+            bucket.used.copy_(torch.tensor([float(leaf in delivery.used) for leaf in bucket.leaves]))
         self._exchange(bucket.flat, contributors)
-        for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
+        for leaf, view, used in zip(bucket.leaves, bucket.views, bucket.used.tolist(), strict=True):
+            if not used:
+                continue
             if leaf.tensor.grad is None:
                 leaf.tensor.grad = view.to(leaf.tensor.dtype, copy=True)
             else:
                 leaf.tensor.grad.copy_(view)
         if delivery.metric is not None and self._rank == 0:
-            squares[1, bucket.segment] += _square(bucket.flat, metric)
+            squares[1, bucket.segment] += _square(bucket.gradients, metric)
 
     def _exchange(self, flat: torch.Tensor, contributors: list[int]) -> None:
         """From weighted gradients on the contributors to their sum on all ranks."""
@@ -223,10 +249,16 @@ class Courier:
                 buffer.copy_(part.view_as(buffer))
 
     def _gather(self, numbers: list[float]) -> list[list[float]]:
+        everyone, work = self._send(numbers)
+        work.wait()
+        return [[float(x) for x in theirs] for theirs in everyone]
+
+    def _send(self, numbers: list[float]) -> tuple[list[torch.Tensor], dist.Work]:
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(self._size)]
-        dist.all_gather(everyone, mine, group=self._group)
-        return [[float(x) for x in theirs] for theirs in everyone]
+        work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+        assert work is not None
+        return everyone, work
 
     def _metric_of(self, delivery: Delivery, bucket: Bucket) -> torch.Tensor | None:
         """1/√v for every element of the bucket, or None for the plain metric."""

@@ -69,6 +69,8 @@ class Watch:
 
     def take(self, delivery: Delivery, order: Sequence[int], least: Sequence[int]) -> None:
         """One measured step: `order` is the one in which workers go deep, `least` the plan's own counts."""
+        if min(word.samples for word in delivery.words) <= 0:  # a worker without samples says nothing about noise
+            return
         metric = "optimiser's" if delivery.in_metric else "plain"
         if metric != self._metric:  # norms in two metrics have nothing in common
             self._metric, self._measured = metric, 0
@@ -77,7 +79,7 @@ class Watch:
         for segment in range(segments):
             ranks = delivery.contributors(segment)
             samples = [delivery.words[r].samples for r in ranks]
-            if len(ranks) < 2 or min(samples) <= 0:
+            if len(ranks) < 2:
                 continue
             squares = [delivery.squares[r][segment] for r in ranks]
             new = moments(squares, samples, delivery.squares[0][segments + segment])
@@ -119,6 +121,8 @@ class OptimiserMetric:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._ids = {id(p) for p in parameters}
         self._state: dict[int, dict[str, Any]] = {}
+        self._never: set[int] = set()
+        """Parameters that never had a gradient, of an optimiser that keeps second moments of others."""
         self.learning_rate = 0.0
         """Of the last step; the largest among the groups of parameters. 0 while unknown."""
 
@@ -126,15 +130,24 @@ class OptimiserMetric:
         rates = []
         for group in optimizer.param_groups:
             ours = [parameter for parameter in group["params"] if id(parameter) in self._ids]
-            self._state.update({id(parameter): optimizer.state[parameter] for parameter in ours})
+            # Not by index: the user's optimiser keeps its state in a dictionary that makes what it is asked for.
+            states = {id(parameter): optimizer.state.get(parameter) or {} for parameter in ours}
+            self._state.update(states)
+            empty = {i for i, state in states.items() if not state}
+            self._never -= set(states)
+            if any(isinstance(state.get(key), torch.Tensor) for state in states.values() for key in SECOND_MOMENTS):
+                self._never |= empty
             rates += [float(group.get("lr", 0.0))] if ours else []
         self.learning_rate = max(rates, default=self.learning_rate)
 
     def known(self, leaves: Sequence[Leaf]) -> bool:
-        return bool(leaves) and all(self._second_moment(leaf) is not None for leaf in leaves)
+        ids = {id(leaf.parameter) for leaf in leaves}
+        return not ids <= self._never and all(self(leaf) is not None for leaf in leaves)
 
     def __call__(self, leaf: Leaf) -> torch.Tensor | None:
         """1/√v. An element that never had a gradient (v = 0) has no scale yet and does not count."""
+        if id(leaf.parameter) in self._never:
+            return torch.zeros_like(leaf.parameter)
         v = self._second_moment(leaf)
         return None if v is None else torch.where(v > 0, v.rsqrt(), 0.0)
 

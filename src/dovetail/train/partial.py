@@ -30,6 +30,7 @@ from .contributors import Bucket, Courier, Delivery, Word
 from .depths import schedule
 from .guard import OptimiserMetric
 from .integrations import keep
+from .observe import Backward
 from .rotation import RotatingBatches
 from .segments import Leaf, Segments
 
@@ -134,9 +135,11 @@ class PartialBackprop(nn.Module):
         self._checked: set[tuple[int, ...]] = set()
         self._moving: list[torch.Tensor] | None = None
         self._before: dict[str, torch.Tensor] = {}
-        self._armed = self._queued = False
+        self._backward = Backward(self._outer_ended)
+        self._armed = self._under_way = self._counted = self._reached = self._opaque = False
+        self._trouble = ""
         self._delivery: Delivery | None = None
-        self._seen: set[int] = set()
+        self._seen: set[Leaf] = set()
         self._samples, self._spent, self._last_spent, self._mark = 0, 0.0, 0.0, 0.0
         self._passed = 0, 0.0
         self._now = self._previous = self._depths.at(0)
@@ -184,6 +187,8 @@ class PartialBackprop(nn.Module):
         watch = self._depths.watch
         if watch is None:
             lines.append(f"guard: off; the plan's depths ({self.plan.policy}) stand")
+        elif self.workers == 1:
+            lines.append("guard: one rank has no noise to measure; full depth")
         elif not watch.decisions:
             lines.append("guard: has not measured enough yet; full depth until then")
         else:
@@ -196,24 +201,29 @@ class PartialBackprop(nn.Module):
         if self.plan is None:
             self._settle(scout.first_plan(self.module, args, kwargs, policy=self._policy, group=self._group))
         if self._delivery is not None:
+            self._courier.abandon(self._delivery)
             raise Error(f"step {self._step}: its backward pass did not end: training cannot go on from here")
         depth = self._now[self.rank]
         if self._moving is None and not self._before:
             self._before = {n: b.clone() for n, b in self.module.named_buffers() if b.is_floating_point()}
+        self._backward.forget()
+        if self._segments.thrown_away():
+            self._seen.clear()
+            self._samples, self._spent = 0, 0.0
         start = time.perf_counter()
         self._segments.freeze(depth)
         try:
             with self._segments.aliases():
                 output = self.module(*args, **kwargs)
-        except Exception as e:
+        except BaseException as e:
             self._segments.thaw()
-            self._courier.tell_failure(self._step)
-            if depth == self._segments.count or isinstance(e, Error):
+            self._courier.tell_failure(self._step, wait=isinstance(e, Exception))
+            if depth == self._segments.count or isinstance(e, Error) or not isinstance(e, Exception):
                 raise
             why = next(iter(str(e).strip().splitlines()), "no reason given")
             raise Error(f"{self._place()}: {type(e).__name__}: {why}") from e
-        self._armed = self._sync
-        self._queued = False
+        self._opaque = not self._backward.expect(output)
+        self._armed, self._under_way, self._counted, self._reached = self._sync, True, False, False
         self._mark = time.perf_counter()
         self._passed = _samples(args, kwargs), self._mark - start
         return output
@@ -255,7 +265,7 @@ class PartialBackprop(nn.Module):
             wish = -1 if leaf.alias else self._wish.get(leaf.name, -1)
             groups.setdefault((-leaf.segment, wish, str(leaf.parameter.dtype)), []).append(leaf)
         self._buckets = [Bucket.of(groups[key]) for key in groups]
-        self._bucket_of = {self._index[leaf]: b for b, bucket in enumerate(self._buckets) for leaf in bucket.leaves}
+        self._bucket_of = {leaf: b for b, bucket in enumerate(self._buckets) for leaf in bucket.leaves}
 
     def _listen(self) -> None:
         """Hooks hold us weakly: a module that the user drops goes."""
@@ -264,7 +274,7 @@ class PartialBackprop(nn.Module):
         def gradient(index: int) -> Callable[[torch.Tensor], None]:
             def ready(_: torch.Tensor) -> None:
                 if (me := us()) is not None:
-                    me._on_gradient(index)
+                    me._on_gradient(me._segments.leaves[index])
 
             return ready
 
@@ -276,28 +286,38 @@ class PartialBackprop(nn.Module):
             leaf.tensor.register_post_accumulate_grad_hook(gradient(index))
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
-    def _on_gradient(self, index: int) -> None:
-        if not self._queued:
-            self._queued = True
+    def _on_gradient(self, leaf: Leaf) -> None:
+        if not self._under_way:  # a backward pass that is not ours, through `module` itself
+            if self._opaque:  # or the rest of one that ended too early for us
+                self._trouble = self._trouble or leaf.gradient_inside()
+                self._end_in_trouble(self._step)
+            return
+        if self._backward.inside():
+            self._trouble = self._trouble or leaf.gradient_inside()
+        self._reached = True
+        if not self._counted:
+            self._counted = True
             # Only now: a forward pass that nobody goes back through does not count.
             self._samples += self._passed[0]
             self._spent += self._passed[1]
-            # FSDP2 and DDP's Python side wait for the end of backward in the same way; torch has no public name for it.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
             if self._armed:
                 self._begin()
-        self._seen.add(index)
-        if self._delivery is None:
-            return
-        bucket = self._bucket_of.get(index)
+        self._seen.add(leaf)
+        bucket = self._bucket_of.get(leaf)
         if bucket is None:
-            raise Error(
-                f"step {self._step}: parameter {self._segments.leaves[index].name!r} got its first gradient, "
-                "after it had none in the first step on any rank: pass uneven_use=True"
+            self._trouble = self._trouble or (
+                f"parameter {leaf.name!r} got its first gradient, after it had none in the first step on any rank: "
+                "pass uneven_use=True"
             )
-        self._left[bucket] -= 1
-        if not self._left[bucket]:
-            self._delivery.ready[bucket].set()
+        elif self._delivery is not None:
+            self._missing[bucket].discard(leaf)
+            if not self._missing[bucket]:
+                self._delivery.ready[bucket].set()
+
+    def _outer_ended(self) -> None:
+        if self._reached:  # or else somebody asked for gradients of something else
+            self._reached = False
+            self._end_of_backward()
 
     def _begin(self) -> None:
         """The first gradient of a synchronised backward pass: every rank comes here, at every such pass."""
@@ -306,8 +326,8 @@ class PartialBackprop(nn.Module):
         measured = watch is not None and watch.due(self._step)
         known = measured and self._metric.known(leaves)
         word = Word(self._step, float(self._samples), self._last_spent, known, self._metric.learning_rate)
-        self._left = [len(bucket.leaves) for bucket in self._buckets]
-        self._delivery = Delivery(word, self._now, self._segments.count, self._buckets)
+        self._missing = [set(bucket.leaves) for bucket in self._buckets]
+        self._delivery = Delivery(word, self._now, self._segments.count, self._buckets, self._seen)
         self._delivery.metric = self._metric if measured else None
         self._delivery.buffers = self._moving or []
         self._courier.begin(self._delivery)
@@ -318,22 +338,21 @@ class PartialBackprop(nn.Module):
         delivery = self._delivery
         if delivery is not None:
             self._courier.finish(delivery)
-            self._delivery, self._armed = None, False
+            self._delivery, self._armed, self._under_way = None, False, False
             if self._now not in self._checked:
                 self._check_use()
-            self._join_aliases()
+            elif self._trouble:
+                self._end_in_trouble(self._step + 1)
+            self._segments.join_aliases()
             self._look_back(delivery)
+        else:
+            self._segments.hold(self._seen)
         self._segments.thaw()
 
-    def _join_aliases(self) -> None:
-        """A shared parameter's gradient is the sum of those of its uses, each a mean over its own contributors."""
-        for leaf in self._segments.leaves:
-            if leaf.alias and leaf.tensor.grad is not None:
-                if leaf.parameter.grad is None:
-                    leaf.parameter.grad = leaf.tensor.grad
-                else:
-                    leaf.parameter.grad += leaf.tensor.grad
-                leaf.tensor.grad = None
+    def _end_in_trouble(self, next_step: int) -> None:
+        """Other ranks may know nothing of it. They have got all gradients of this step: they hear of it at the next."""
+        self._courier.tell_failure(next_step)
+        raise Error(f"step {self._step}: {self._trouble}")
 
     def _look_back(self, delivery: Delivery) -> None:
         """What the step says about the next ones. All ranks have heard the same."""
@@ -349,7 +368,7 @@ class PartialBackprop(nn.Module):
         self._previous = self._now
         self._step += 1
         self._now = self._depths.at(self._step)
-        self._seen.clear()
+        self._seen = set()
         self._last_spent = self._spent / max(self._samples, 1)  # workers may have different batches
         self._samples, self._spent = 0, 0.0
 
@@ -359,12 +378,15 @@ class PartialBackprop(nn.Module):
             n for n, b in self.module.named_buffers() if n in self._before and not torch.equal(b, self._before[n])
         ]
         said: list[Any] = [None] * self.workers
-        dist.all_gather_object(said, (sorted(self._seen), moving), group=self._group)
-        seen = [set(theirs) for theirs, _ in said]
+        mine = [self._index[leaf] for leaf in self._seen]
+        dist.all_gather_object(said, (mine, moving, self._trouble), group=self._group)
+        if line := next((theirs for *_, theirs in said if theirs), ""):
+            raise Error(f"step {self._step}: {line}")
+        seen = [set(theirs) for theirs, *_ in said]
         if not self._uneven_use and (line := self._segments.uneven(seen, self._now)):
             raise Error(line)
         if self._moving is None:
-            names = {name for _, theirs in said for name in theirs}
+            names = {name for _, theirs, _ in said for name in theirs}
             self._moving = [b for n, b in self.module.named_buffers() if n in names]
             self._before = {}
             self._courier.share(self._moving)
@@ -373,12 +395,9 @@ class PartialBackprop(nn.Module):
         self._checked.add(self._now)
 
     def _leave_out(self, used: set[int]) -> None:
-        """Parameters that nobody uses keep no gradient, as in one process."""
-        unused = [leaf for leaf, index in self._index.items() if index not in used]
-        for leaf in unused:
-            leaf.tensor.grad = None
-        if unused:
-            self._bucket_leaves([leaf for leaf in self._segments.leaves if leaf not in unused])
+        """Parameters that nobody uses need not travel."""
+        if len(used) < len(self._index):
+            self._bucket_leaves([leaf for leaf, index in self._index.items() if index in used])
 
 
 def _samples(args: Any, kwargs: Any) -> int:

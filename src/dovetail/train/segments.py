@@ -10,7 +10,7 @@ forward the later ones use an alias with the same memory, so that each use has i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -39,6 +39,13 @@ class Leaf:
     def alias(self) -> bool:
         return self.tensor is not self.parameter
 
+    def gradient_inside(self) -> str:
+        """What is wrong if a backward pass inside another one gave it a gradient: there may be more to come."""
+        return (
+            f"parameter {self.name!r} got a gradient in a backward pass inside another, as in reentrant checkpointing: "
+            "such a model cannot be cut; pass use_reentrant=False to torch.utils.checkpoint"
+        )
+
 
 class Segments:
     """The trained parameters of a model, by segment from the input to the output."""
@@ -47,6 +54,7 @@ class Segments:
         self.count = len(plan.segments)
         self.leaves = _leaves(model, plan)
         self._frozen: list[nn.Parameter] = []
+        self._held: dict[Leaf, int] = {}
         trained = {leaf.segment for leaf in self.leaves}
         last = max(trained)
         if last < self.count - 1:
@@ -63,6 +71,9 @@ class Segments:
         """From now on autograd does not see the segments before the last `depth` ones."""
         self.thaw()
         for leaf in self.leaves:
+            if leaf.alias:  # the user freezes the parameter and knows of no alias
+                leaf.tensor.requires_grad_(leaf.parameter.requires_grad)
+        for leaf in self.leaves:
             if leaf.segment < self.count - depth and leaf.tensor.requires_grad:
                 leaf.tensor.requires_grad_(False)
                 self._frozen.append(leaf.tensor)
@@ -72,6 +83,35 @@ class Segments:
         for tensor in self._frozen:
             tensor.requires_grad_(True)
         self._frozen.clear()
+
+    def hold(self, seen: Iterable[Leaf]) -> None:
+        """After an unsynchronised pass: what waits for the next one. Torch counts a tensor's changes in place."""
+        self._held = {
+            leaf: leaf.tensor.grad._version for leaf in seen if not leaf.alias and leaf.tensor.grad is not None
+        }
+
+    def thrown_away(self) -> bool:
+        """Before a pass: whether the user has dropped what was held, with `zero_grad`. Aliases', which no optimiser
+        knows of, go too. A worker that held gradients of aliases alone cannot tell, and keeps them.
+        """
+        held, self._held = self._held, {}
+        if not held or not all(_dropped(leaf, version) for leaf, version in held.items()):
+            return False
+        for leaf in self.leaves:
+            if leaf.alias:
+                leaf.tensor.grad = None
+        return True
+
+    def join_aliases(self) -> None:
+        """A shared parameter's gradient is the sum of those of its uses, each a mean over its own contributors."""
+        self._held = {}
+        for leaf in self.leaves:
+            if leaf.alias and leaf.tensor.grad is not None:
+                if leaf.parameter.grad is None:
+                    leaf.parameter.grad = leaf.tensor.grad
+                else:
+                    leaf.parameter.grad += leaf.tensor.grad
+                leaf.tensor.grad = None
 
     def uneven(self, seen: Sequence[set[int]], depths: Sequence[int]) -> str | None:
         """What is wrong if a contributor got no gradient where another did. `seen`: the leaves of every rank."""
@@ -103,6 +143,12 @@ class Segments:
         finally:
             for module, name, parameter in swapped:
                 module._parameters[name] = parameter
+
+
+def _dropped(leaf: Leaf, version: int) -> bool:
+    """Zeros alone do not tell: a batch whose loss is masked out has such gradients, and counts."""
+    gradient = leaf.tensor.grad
+    return gradient is None or (gradient._version != version and not bool(gradient.any()))
 
 
 def _leaves(model: nn.Module, plan: DepthPlan) -> list[Leaf]:
