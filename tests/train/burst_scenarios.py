@@ -293,6 +293,25 @@ def refuses(path: str) -> NoReturn:
     attempt(
         "a layer", lambda: Burst([nn.Linear(4, 4), Breaks(4, 3)], [1, 4], loss=CROSS_ENTROPY, timeout=30).step(x, y)
     )
+
+    class Interrupted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if rank == 2:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    def interrupted() -> None:
+        job = Burst([nn.Linear(4, 4), Interrupted(4, 3)], [1, 4], loss=CROSS_ENTROPY, timeout=30)
+        try:
+            job.step(x, y)
+        except KeyboardInterrupt:  # it lives on: its own next call says what the others heard
+            job.step(x, y)
+
+    attempt("an interrupt", interrupted)
+    absent = Burst(linear(), [4, 2], loss=CROSS_ENTROPY, timeout=30)
+    absent.save(path)
+    attempt("absent on one rank", lambda: absent.load(nowhere if rank == 1 else path))
+    said["afterwards"] = "trains" if absent.step(x, y).isfinite() else "lost"
     report([said])
     dies(path)
 

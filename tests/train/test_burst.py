@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
+from dovetail import Burst
 from dovetail.core.errors import Error
 from dovetail.simulate import launch as launching
 from dovetail.simulate.launch import LaunchError
+from dovetail.train import burst_measure
 from dovetail.train.burst_wire import Wire
 from tests.ranks import run_all
 from tests.train import burst_scenarios as scenarios
@@ -134,6 +141,8 @@ WORDS = {
     "other model": "checkpoint does not fit this model: '1.bias' is only in the model",
     "no folder": "cannot be written",
     "a layer": "burst rank 2: step 0: layer 1: Breaks: no numbers today",
+    "an interrupt": "burst rank 2: step 0: KeyboardInterrupt",
+    "absent on one rank": "burst rank 1: load: ",
 }
 
 
@@ -156,6 +165,75 @@ def test_what_goes_wrong_ends_everywhere_with_one_line(
         assert what in said, f"rank {rank} went on"
         assert WORDS[what] in said[what]
         assert said[what].startswith("burst rank ") and "\n" not in said[what]
+
+
+def test_a_checkpoint_that_is_not_there_leaves_the_job_as_it_was(
+    refused: tuple[list[dict[str, str]], list[str]],
+) -> None:
+    assert [said["afterwards"] for said in refused[0]] == ["trains"] * 4
+
+
+class Strikes(nn.Linear):
+    strikes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.strikes:
+            raise KeyboardInterrupt("not now")
+        return super().forward(x)
+
+
+def alone(*layers: nn.Module, **options: Any) -> Burst:
+    """A job of one rank."""
+    return Burst(list(layers), [1] * len(layers), loss=partial(F.cross_entropy, reduction="none"), **options)
+
+
+X, Y = torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
+
+
+def test_an_interrupt_passes_unchanged_and_ends_the_job() -> None:
+    layer = Strikes(4, 3)
+    job = alone(layer)
+    layer.strikes = True
+    with pytest.raises(KeyboardInterrupt, match="not now"):
+        job.step(X, Y)
+    layer.strikes = False
+    with pytest.raises(Error, match="burst rank 0: step 0: KeyboardInterrupt"):
+        job.step(X, Y)
+
+
+def test_training_starts_without_a_checkpoint_and_goes_on_with_one(tmp_path: Path) -> None:
+    job = alone(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
+    torch.save({"model": nn.Linear(4, 3).state_dict()}, tmp_path / "other.pt")
+    for wrong in ("absent.pt", "other.pt"):
+        with pytest.raises(Error, match=r"expected a checkpoint written by Burst\.save"):
+            job.load(tmp_path / wrong)
+    job.save(tmp_path / "saved.pt")
+    with pytest.raises(Error, match="optimizer: expected the state of an optimiser, but none was saved"):
+        job.load(tmp_path / "saved.pt", optimizer)
+    job.step(X, Y)
+    assert job.steps == 1
+    job.load(tmp_path / "saved.pt")
+    assert job.steps == 0
+
+
+def test_what_moves_is_known_once_a_step_has_shown_it() -> None:
+    job = alone(nn.Linear(4, 4), nn.Linear(4, 3), bucket_bytes=1)
+    with pytest.raises(Error, match="batch: expected that of a step that was taken, got 2"):
+        job.predicted_moved_bytes(2)
+    job.step(X, Y)
+    assert job.predicted_moved_bytes(2) == 0
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(1, (1, 2)), (2, (2, 4)), (0, (1, 2))])
+def test_links_are_not_measured_with_samples_that_stay_where_they_are(
+    batch: int, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    said = f"batch: expected so many samples that some move between {ranks[0]} and {ranks[1]} ranks, got {batch}"
+    with pytest.raises(Error, match=said):
+        burst_measure.measure_links(batch, max_bytes=1024, max_moved=1024, counts=ranks)
 
 
 def test_when_a_rank_is_killed_the_others_end_with_one_line(refused: tuple[list[dict[str, str]], list[str]]) -> None:

@@ -204,19 +204,22 @@ class Burst:
             self._wire.share(None, 0, "save")
 
     def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """What `save` wrote, under whatever plan; every rank reads the file."""
+        """What `save` wrote, under whatever plan; every rank reads the file.
+
+        Where it is no checkpoint on one rank, all raise its line, nothing has changed, and training can go on.
+        """
         with self._together("load"):
-            try:
-                held = torch.load(path, map_location="cpu", weights_only=True)
+            held, wrong = _checkpoint(path, optimizer is not None)
+            said = self._wire.collect(wrong, "load")
+            refused = next((f"burst rank {rank}: load: {line}" for rank, line in enumerate(said) if line), "")
+            if not refused:
                 self.steps, self._seed = held["burst"]["steps"], held["burst"]["seed"]
-            except Exception as e:
-                raise Error(f"{path}: expected a checkpoint written by Burst.save ({_first_line(e)})") from None
-            self.load_state_dict(held["model"])
-            if optimizer is not None:
-                if held["optimizer"] is None:
-                    raise Error(f"{path}: optimizer: expected the state of an optimiser, but none was saved")
-                self.load_optimizer_state_dict(optimizer, held["optimizer"])
-            self._follow()
+                self.load_state_dict(held["model"])
+                if optimizer is not None:
+                    self.load_optimizer_state_dict(optimizer, held["optimizer"])
+                self._follow()
+        if refused:
+            raise Error(refused)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorder]:
@@ -303,7 +306,11 @@ class Burst:
             raise Error(self._wire.broken)
         try:
             yield
-        except Exception as e:
+        except BaseException as e:
+            if not isinstance(e, Exception):
+                # A Ctrl-C or an exit is this rank's own; but if it lives on, the others must not wait for it.
+                self._wire.fail(f"burst rank {self._wire.rank}: {what}: {type(e).__name__}")
+                raise
             known = isinstance(e, Error) and str(e).startswith("burst rank ")
             line = str(e) if known else f"burst rank {self._wire.rank}: {what}: {_first_line(e)}"
             self._wire.fail(line)
@@ -320,6 +327,19 @@ def rank_sets(plan: PlanLike, layers: int, ranks: int) -> list[state.Ranks]:
         if not found or found[0] < 0 or found[-1] >= ranks:
             raise Error(f"plan: layer {i}: expected ranks among the job's {ranks}, got {given[i]!r}")
     return sets
+
+
+def _checkpoint(path: str | Path, optimizer: bool) -> tuple[dict[str, Any], str]:
+    """(what `save` wrote, what is wrong with it): a line in place of an Error, since ranks have to agree on it."""
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+        found = {"model": held["model"], "optimizer": held["optimizer"]}
+        found["burst"] = {"steps": int(held["burst"]["steps"]), "seed": int(held["burst"]["seed"])}
+    except Exception as e:
+        return {}, f"{path}: expected a checkpoint written by Burst.save ({_first_line(e)})"
+    if optimizer and found["optimizer"] is None:
+        return {}, f"{path}: optimizer: expected the state of an optimiser, but none was saved"
+    return found, ""
 
 
 def _first_line(e: BaseException) -> str:

@@ -49,8 +49,13 @@ def measure_links(
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world < 2:
         raise Error("no links to measure: start the job with torchrun on at least 2 ranks")
-    wire = Wire(torch.device("cpu"), timeout=timeout)
     chosen = sorted(set(counts) or {2**i for i in range(world.bit_length()) if 2**i <= world} | {1, world})
+    pairs = [(a, b) for a in chosen for b in chosen if a != b]
+    for a, b in pairs:
+        first = block_layout(batch, range(a))
+        if not busiest(first, next_layout(first, range(b))):
+            raise Error(f"batch: expected so many samples that some move between {a} and {b} ranks, got {batch}")
+    wire = Wire(torch.device("cpu"), timeout=timeout)
     wire.prepare(tuple(range(n)) for n in chosen)
     several = [n for n in chosen if n > 1]
     networks: dict[int, Network] = {}
@@ -58,8 +63,7 @@ def measure_links(
         if (found := _all_reduce(wire, n, max_bytes, budget / 2 * n / sum(several), emulated)) is not None:
             networks[n] = found
     crowded = {n: _crowding(wire, n, max_bytes, budget / 4 * n / sum(several)) for n in several}
-    pairs = [(a, b) for a in chosen for b in chosen if a != b]
-    each = budget / 4 / len(pairs)
+    each = budget / 4 / max(1, len(pairs))
     moves = {pair: _reshard(wire, batch, *pair, max_bytes=max_moved, budget=each) for pair in pairs}
     group = dist.group.WORLD
     assert group is not None

@@ -66,6 +66,8 @@ class Route:
         """Predicted: samples that change ranks at each border, times the bytes of one, in both directions."""
         total = 0
         for i, exchange in enumerate(self.forth):
+            if i not in self.kinds:
+                raise Error(f"batch: expected that of a step that was taken, got {self.batch}: none shows what moves")
             kinds = self.kinds[i]
             each = sum(k.bytes for k in kinds) + sum(k.bytes for k in kinds if k.grad)
             total += moved(exchange.before, exchange.after) * each
