@@ -91,7 +91,8 @@ def compete(
             # A rank that came late to the step saw the shortest version of it, the one without waiting for itself.
             times[i] += agree.smallest(mine, group, device)
         best = min(float(np.median(t)) for t in times if t)
-        dropped |= {i for i in among if i and np.median(times[i]) > best * (1 + tuning.drop)}
+        if turn < tuning.rounds - 1:  # after the last round nobody is spared anything
+            dropped |= {i for i in among if i and np.median(times[i]) > best * (1 + tuning.drop)}
         trials = tuple(_trial(p, t, i, i in dropped) for i, (p, t) in enumerate(zip(plans, times, strict=True)))
         tell(trials)
     return agree.from_first(fastest(trials, tuning.margin), group, device)
