@@ -22,8 +22,8 @@ from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.train import trials, tuner
 from dovetail.train.ddp import DistributedDataParallel
+from dovetail.train.integrations import buckets
 from dovetail.train.observe import Step
-from dovetail.train.reducer import bucket_sizes
 
 QUICK = Tuning(warmup=1, measure=3, candidates=3, settle=2, steps=2, rounds=2, network_seconds=0.2)
 STEPS = 1 + 3 + 2 * 3 * 4 + 4  # enough for QUICK to end and for the kept plan to be in force
@@ -94,7 +94,7 @@ def follows_torch(keep: int, **keywords: Any) -> dict[str, Any]:
         "kept": ours.report.kept.label,
         "trials": [t.steps for t in ours.report.trials],
         "dropped": [t.dropped for t in ours.report.trials],
-        "buckets": bucket_sizes(ours),
+        "buckets": buckets(ours),
         "planned": [b.bytes for b in (ours.report.plan or ours.report.kept.plan).buckets],
         "explained": ours.explain(),
         "tuner_left": ours._tuner is not None,
@@ -283,7 +283,7 @@ def given_plan(path: str) -> dict[str, Any]:
             model(batch(step)).sum().backward()
     return {
         "planned": [b.bytes for b in plan.buckets],
-        "used": {name: bucket_sizes(model) for name, model in models.items()},
+        "used": {name: buckets(model) for name, model in models.items()},
         "off": off.report.reason,
         "explained": models["given"].explain(),
     }
@@ -364,7 +364,7 @@ def records() -> dict[str, Any]:
         "parameters": sum(p.numel() * 4 for p in ours.parameters()),
         "tracks": sorted({s.track for s in timeline.spans}),
         "buckets": sum(s.kind == "communication" for s in timeline.spans),
-        "used": bucket_sizes(ours),
+        "used": buckets(ours),
         "refused": refused,
     }
 

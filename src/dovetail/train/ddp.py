@@ -78,17 +78,15 @@ class DistributedDataParallel(TorchDDP):
             kwargs |= _keywords(plan, module, kwargs)
         elif plan not in ("auto", None):
             raise Error(f"plan: expected 'auto', a Plan or None, got {plan!r}")
+        # Before torch's constructor, which asks for the parameters to reduce.
         self._tuner: Tuner | None = None
         self._recorder: Recorder | None = None
         self._reduced: tuple[list[nn.Parameter], list[bool]] | None = None
         self._reduced_names: dict[int, str] | None = None
         super().__init__(module, *args, **kwargs)
         keep(self.process_group)
-        # nn.Module's constructor has forgotten what was set before it.
-        self._tuner, self._recorder = None, None
-        self._report = Report(state="off", reason="planning was switched off", plan=None)
-        if isinstance(plan, Plan):
-            self._report = Report(state="off", reason="planning was switched off", plan=plan)
+        kept = plan if isinstance(plan, Plan) else None
+        self._report = Report(state="off", reason="planning was switched off", plan=kept)
         reason = _agreed_reason(self, plan, tuning or Tuning())
         if plan == "auto":
             if reason is None:

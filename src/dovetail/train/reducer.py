@@ -66,13 +66,3 @@ def exchange(ddp: TorchDDP, config: Any, *, comm_hook: Callable[..., Any] | None
         ddp.logger._set_static_graph()
     if comm_hook is not None:
         torch.distributed._register_comm_hook(ddp.reducer, None, comm_hook)  # type: ignore[attr-defined]
-
-
-def bucket_sizes(ddp: TorchDDP) -> list[int]:
-    """Bytes of each bucket the reducer uses now, in the order in which they are sent.
-
-    Known from the third step after an exchange on: torch logs them one step after it has rebuilt them.
-    """
-    data = ddp._get_ddp_logging_data()
-    text = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    return [int(size) for size in str(text).split(",") if size.strip()]
