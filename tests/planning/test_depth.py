@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,18 +15,19 @@ from hypothesis import strategies as st
 from dovetail.core import store
 from dovetail.core.depth import DepthPlan
 from dovetail.core.errors import Error, InputError
-from dovetail.core.profile import Profile
+from dovetail.core.profile import Layer, LayerTime, Profile
+from dovetail.planning import shares
 from dovetail.planning.depth import COMPARED, Device, compare, described, plan
 from dovetail.planning.depth_cost import Costs, traffic
 from dovetail.planning.depth_stream import depth_stream
 from dovetail.planning.exact import fewest
 from dovetail.planning.joint_parts import Question
 from dovetail.planning.segments import partition, segments
-from dovetail.planning.shares import assign, balance, deepen
+from dovetail.planning.shares import Seconds, assign, balance, deepen
 from dovetail.planning.stream import objective
 from dovetail.simulate.depth import of_phase, savings
 
-from .oracle import made_network, made_profile
+from .oracle import exactly, made_network, made_profile
 
 times = st.lists(st.one_of(st.integers(0, 5).map(float), st.floats(0, 10)), min_size=1, max_size=9)
 
@@ -93,6 +95,82 @@ def test_no_batches_finish_earlier_than_the_balanced_ones(
     every = (b for b in itertools.product(*(range(1, r + 1) for r in room)) if sum(b) == total)
     best = min(max(seconds(w, b) for w, b in enumerate(batches)) for batches in every)
     assert max(seconds(w, b) for w, b in enumerate(got)) == best
+
+
+def one_by_one(seconds: Seconds, total: int, limits: list[int]) -> tuple[int, ...]:
+    """Every sample to the worker that would be done first with it: what `balance` must come to without doing it."""
+    batches = [1] * len(limits)
+    heap = [(seconds(w, 2), w) for w in range(len(limits)) if limits[w] > 1]
+    heapq.heapify(heap)
+    for _ in range(total - len(limits)):
+        _, worker = heapq.heappop(heap)
+        batches[worker] += 1
+        if batches[worker] < limits[worker]:
+            heapq.heappush(heap, (seconds(worker, batches[worker] + 1), worker))
+    return tuple(batches)
+
+
+@given(
+    points=st.lists(
+        st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=4, max_size=4), min_size=1, max_size=5
+    ),
+    gaps=st.lists(st.integers(1, 30), min_size=4, max_size=4),
+    share=st.floats(0, 1),
+    few=st.sampled_from([0, 1, 7]),
+    data=st.data(),
+)
+def test_balanced_batches_are_those_of_handing_out_one_by_one(
+    points: list[list[tuple[int, int]]], gaps: list[int], share: float, few: int, data: st.DataObject
+) -> None:
+    """Times that fall, rise, stay and reach 0, with ties among workers, as real profiles and made ones have them."""
+    knots = list(itertools.accumulate(gaps))
+    layers = [
+        Layer(
+            name="layer",
+            type="made",
+            parameter_bytes=4,
+            activation_bytes=4,
+            times=tuple(
+                LayerTime(batch=b, forward=exactly(float(f)), backward=exactly(float(t)))
+                for b, (f, t) in zip(knots, measured, strict=True)
+            ),
+        )
+        for measured in points
+    ]
+
+    def seconds(worker: int, batch: int) -> float:
+        return layers[worker].forward(batch) + max(layers[worker].backward(batch), layers[worker].forward(batch) / 2)
+
+    limits = [data.draw(st.integers(1, 400)) for _ in points]
+    total = len(limits) + round(share * (sum(limits) - len(limits)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "FEW", few)
+        assert balance(seconds, total, caps=limits, knots=knots) == one_by_one(seconds, total, limits)
+
+
+@pytest.mark.parametrize("backward", [[0.1, 2.0, 2.0, 1.0], [1.0] * 4, [0.0] * 4], ids=["uneven", "even", "none"])
+def test_batches_of_a_plan_are_those_of_handing_out_one_by_one(
+    backward: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, net = made_profile([1000] * 4, backward), made_network(0.1, 1e-4)
+    quick = plan(profile, net, workers=5, batch=2000, policy="balanced")
+    monkeypatch.setattr(shares, "FEW", 10_000)
+    assert quick == plan(profile, net, workers=5, batch=2000, policy="balanced")
+
+
+def test_a_huge_batch_is_balanced_in_a_few_looks_at_the_clock() -> None:
+    looks = 0
+
+    def seconds(worker: int, batch: int) -> float:
+        nonlocal looks
+        looks += 1
+        assert looks < 50_000, "far fewer than samples"
+        return (1 + worker) * (5.0 + batch)
+
+    got = balance(seconds, 10**12, caps=[None] * 3)
+    assert sum(got) == 10**12
+    for (slow, fast), times in {(w, v): (1 + w, 1 + v) for w in range(3) for v in range(3)}.items():
+        assert times[0] * (5 + got[slow]) <= times[1] * (5 + got[fast] + 1), "a sample less would have gone elsewhere"
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=2, max_size=4), st.data())
@@ -318,6 +396,9 @@ def test_one_worker_and_wrong_numbers() -> None:
     ]:
         with pytest.raises(Error, match=said):
             plan(even(), **options)  # type: ignore[arg-type]
+    fat = msgspec.structs.replace(even(1).layers[0], activation_bytes=2**20)
+    with pytest.raises(Error, match=r"batch: expected workers that need at most 281,474,976,710,656 bytes, got"):
+        plan(msgspec.structs.replace(even(1), layers=(fat,)), workers=2, batch=2**31 - 1)
     with pytest.raises(Error, match="speed: expected above 0"):
         Device(speed=0)
     assert math.isclose(savings(plan(even(), workers=4, policy="guard")).compute, 0)

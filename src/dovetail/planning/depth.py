@@ -21,7 +21,7 @@ from dovetail.core.depth import DepthPlan, Phase
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
-from dovetail.core.store import MOST_COUNT
+from dovetail.core.store import MOST_BYTES, MOST_COUNT
 
 from . import exact
 from .depth_cost import Costs, Device
@@ -103,7 +103,8 @@ class Setting:
         def seconds(worker: int, batch: int) -> float:
             return self.costs.seconds(worker, depths[worker], batch) + after[worker]
 
-        return balance(seconds, self.total, caps=caps)
+        measured = sorted({t.batch for layer in self.costs.profile.layers for t in layer.times})
+        return balance(seconds, self.total, caps=caps, knots=measured)
 
     def _sending(self, depths: Sequence[int]) -> list[float]:
         """Seconds that each segment is on the wire, as one bucket."""
@@ -245,13 +246,17 @@ def plan(
     choices = parse(policy)(setting)
     for _, depths, batches in choices:
         _check_memory(costs, policy, depths, batches)
+    phases = tuple(_phase(costs, choice) for choice in choices)
+    most = max(worker.memory for phase in (even, *phases) for worker in phase.workers)
+    if most > MOST_BYTES:  # more than a stored plan can say
+        raise Error(f"batch: expected workers that need at most {MOST_BYTES:,} bytes, got {most:,} with {samples:,}")
     made = DepthPlan(
         policy=policy,
         profile=profile.name,
         network=network.name if network else "none",
         layers=tuple(layer.name for layer in profile.layers),
         segments=found,
-        phases=tuple(_phase(costs, choice) for choice in choices),
+        phases=phases,
         full=even,
     )
     full = _timed(msgspec.structs.replace(made, phases=(even,)), profile, network)[0]

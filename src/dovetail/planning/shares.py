@@ -11,12 +11,19 @@ Seconds = Callable[[int, int], float]
 """(worker, batch or depth) → seconds; must not fall as the second grows."""
 
 
-def balance(seconds: Seconds, total: int, *, caps: Sequence[int | None]) -> tuple[int, ...]:
+FEW = 4096
+"""Samples that are handed out one by one; of more, most are handed out by a deadline."""
+
+
+def balance(seconds: Seconds, total: int, *, caps: Sequence[int | None], knots: Sequence[int] = ()) -> tuple[int, ...]:
     """Local batches that add up to `total`, at least one each, for which the slowest worker is as fast as possible.
 
     One sample after another goes to the worker that would be done first with it. For times that do not fall with the
     batch that is optimal: any other assignment gives some worker at least one sample more than this one, and that
     sample was passed over here for one that ended no later. `caps` are the workers' largest batches (memory).
+
+    Times of a profile may fall from one measured batch to the next. `knots` are those batches, ascending: between them
+    times must be convex, or not fall.
     """
     workers = len(caps)
     if total < workers:
@@ -29,14 +36,62 @@ def balance(seconds: Seconds, total: int, *, caps: Sequence[int | None]) -> tupl
             f"global batch: expected at most {sum(limits)}, which is all that the workers' memory holds: {total}"
         )
     batches = [1] * workers
-    heap = [(seconds(w, 2), w) for w in range(workers) if limits[w] > 1]
+    if total - workers > FEW:
+        batches = _by_deadline(seconds, total, limits, knots)
+    heap = [(seconds(w, b + 1), w) for w, b in enumerate(batches) if b < limits[w]]
     heapq.heapify(heap)
-    for _ in range(total - workers):
+    for _ in range(total - sum(batches)):
         _, worker = heapq.heappop(heap)
         batches[worker] += 1
         if batches[worker] < limits[worker]:
             heapq.heappush(heap, (seconds(worker, batches[worker] + 1), worker))
     return tuple(batches)
+
+
+def _by_deadline(seconds: Seconds, total: int, limits: Sequence[int], knots: Sequence[int]) -> list[int]:
+    """What the workers have when all but the last few samples are handed out, one after another.
+
+    Samples go out in the order of the times with them, so at any moment everybody has as many as it does by some
+    deadline. Deadlines are bisected. Where many samples end at the very same time, no deadline parts them: of those the
+    first workers get theirs first.
+    """
+    inner = [[2, *(k for k in knots if 2 < k < limit), limit] if limit > 1 else [] for limit in limits]
+
+    def done(deadline: float) -> list[int]:
+        return [_most(seconds, w, deadline, points) for w, points in enumerate(inner)]
+
+    low, high = 0.0, max(seconds(w, k) for w, points in enumerate(inner) for k in points)
+    batches, most = done(low), list(limits)
+    if sum(batches) > total:  # they take no time at all
+        batches, most, high = [1] * len(limits), batches, low
+    while total - sum(batches) > FEW:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            # Whoever is beyond the low deadline ends at the high one: nothing lies between them.
+            for w in range(len(limits)):
+                batches[w] += min(most[w] - batches[w], total - sum(batches))
+            break
+        found = done(middle)
+        if sum(found) <= total:
+            low, batches = middle, found
+        else:
+            high, most = middle, found
+    return batches
+
+
+def _most(seconds: Seconds, worker: int, deadline: float, points: Sequence[int]) -> int:
+    """The batch up to which a worker is done by a deadline with every batch from two on."""
+    sure = 1
+    for point in points:
+        if seconds(worker, point) <= deadline:
+            sure = point
+            continue
+        beyond = point
+        while beyond - sure > 1:
+            middle = (sure + beyond) // 2
+            sure, beyond = (middle, beyond) if seconds(worker, middle) <= deadline else (sure, middle)
+        break
+    return sure
 
 
 def assign(depths: Sequence[int], seconds: Seconds, *, limits: Sequence[int]) -> tuple[int, ...]:
