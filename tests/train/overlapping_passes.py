@@ -21,8 +21,10 @@ ORDERS = (
     "sync silent none sync step",
     "sync zero silent sync step sync step",
     "sync step silent zero sync step sync step",
+    "sync aside step sync aside sync step",
+    "sync silent aside sync step",
 )
-"""A "silent" pass is one inside `no_sync`; "zero" and "none" are what `zero_grad` may do."""
+"""A "silent" pass is inside `no_sync`; "zero" and "none" are what `zero_grad` may do; "aside" adds to no gradient."""
 
 IDLE_ORDERS = (
     "silent+ sync step sync step",
@@ -51,6 +53,8 @@ def play(model: Any, optimizer: Any, order: str) -> None:
             optimizer.step()
         elif act in ("zero", "none"):
             optimizer.zero_grad(set_to_none=act == "none")
+        elif act == "aside":
+            torch.autograd.grad(loss(model.module, step), [p for p in model.parameters() if p.requires_grad])
         else:
             uses = act.endswith("+") or (act.endswith("0") and dist.get_rank() == 0)
             with model.no_sync() if act.startswith("silent") else contextlib.nullcontext():

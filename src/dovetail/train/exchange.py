@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from dovetail.core.errors import Error
 
@@ -97,10 +98,15 @@ class Exchange:
         us = weakref.ref(self)
         self.slots: list[Slot] = []
         self._handles = []
+        self._nodes: list[Node] = []
+        """What adds to `.grad` of each parameter; torch makes another, without our hooks, if nobody holds it."""
         for index, (name, parameter) in enumerate(named):
             scattered, mixed = (stand_in(name, parameter, _later(us, "_zero", index)) for _ in range(2))
             self.slots.append(Slot(name, parameter, scattered, mixed))
-            self._handles.append(parameter.register_hook(_later(us, "_before", index)))
+            # Not a hook of the parameter: torch.autograd.grad calls those too, and adds nothing to `.grad`.
+            adding = get_gradient_edge(parameter).node
+            self._nodes.append(adding)
+            self._handles.append(adding.register_prehook(_later(us, "_before", index)))
             self._handles.append(parameter.register_post_accumulate_grad_hook(_later(us, "_after", index)))
         self.index = {id(p): i for i, (_, p) in enumerate(named)}
         self.lay_out(order, cuts)
