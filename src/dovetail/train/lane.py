@@ -14,7 +14,6 @@ import atexit
 import functools
 import os
 import queue
-import re
 import threading
 import time
 import weakref
@@ -26,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 from dovetail.core.errors import Error
+
+from .words import plain
 
 
 class Ticket:
@@ -105,18 +106,12 @@ def _run(jobs: queue.SimpleQueue[Job | None], device: torch.device, rank: int) -
                         ticket._event = torch.Event(device)
                         ticket._event.record()
             except Exception as e:
-                broken = f"overlap: {ticket.what} failed on rank {rank}, is another rank gone? ({_one_line(e)})"
+                broken = f"overlap: {ticket.what} failed on rank {rank}, is another rank gone? ({plain(e)})"
             ticket.span = (start, time.perf_counter())
         ticket._error = broken
         ticket._done.set()
         del item, ticket, job, ready  # the tensors are the caller's again while we wait for more
     _finishes.pop(threading.current_thread(), None)
-
-
-def _one_line(error: Exception) -> str:
-    """gloo's message without the place in its sources and without its advice."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first).partition(". This is typically")[0]
 
 
 _finishes: dict[threading.Thread, Callable[[], None]] = {}
