@@ -148,9 +148,7 @@ def published() -> list[tuple[str, Profile]]:
 
 
 def show_paper(cells: list[dict[str, Any]]) -> None:
-    table = Table(
-        title=f"predicted: the joint plan on preset networks, a local batch of {LOCAL}", title_justify="left"
-    )
+    table = Table(title=f"predicted: the joint plan on preset networks, a local batch of {LOCAL}", title_justify="left")
     for column in ("model", "network", "chosen", "iteration", "of DDP", "best single", "may be left", "planned in"):
         table.add_column(column, justify="left" if column in ("model", "network", "chosen") else "right")
     for c in cells:

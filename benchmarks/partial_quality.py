@@ -3,7 +3,7 @@
 Four workers in one process, exact to rounding (see partial_oracle.py). Each finished run is one line of the output,
 so the study can be stopped at any time and goes on with --resume; a run takes one core for less than three minutes.
 Work is counted in floating-point operations (a backward pass is two forward passes) as a share of one full run.
-Run: python benchmarks/partial_quality.py --out runs.jsonl [--resume] [--tasks digits,text,fashion] [--json FILE]
+Run: python benchmarks/partial_quality.py --out runs.jsonl [--resume] [--tasks digits,fashion,text,early] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from partial_oracle import LADDER, Contestant, train
 from partial_report import TWICE, checks, markdown, show
 from partial_tasks import TASKS
 
-SEEDS = {"digits": 5, "text": 3, "fashion": 3}
+SEEDS = {"digits": 5, "fashion": 3, "text": 3, "early": 3}
 
 MAIN = (
     Contestant("full"),
@@ -58,7 +58,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--out", type=Path, default=Path("partial_quality.jsonl"), help="one line per finished run")
     options.add_argument("--resume", action="store_true", help="go on where the output file ends")
-    options.add_argument("--tasks", default="digits,text,fashion")
+    options.add_argument("--tasks", default=",".join(SEEDS))
     options.add_argument("--group", choices=("main", "frontier", "all"), default="main")
     options.add_argument("--only", default="", help="contestants by name, separated by ;")
     options.add_argument("--seeds", default="", help="only these, such as 0,1")

@@ -162,38 +162,53 @@ def fashion() -> Task:
 
 @cache
 def text() -> Task:
-    """Character by character through Python's own library; every twelfth file is for testing."""
-    width, length, depth = 32, 48, 4
+    """Little text and a small model, so that minutes lead to a plateau."""
+    return _characters("text", width=16, heads=2, length=32, every=71, windows=2000, steps=6400, rate=6e-3)
+
+
+@cache
+def early() -> Task:
+    """All of the text and a larger model: the steps are the beginning of a training, far from any plateau."""
+    return _characters("early", width=32, heads=4, length=48, every=1, windows=512, steps=800, rate=3e-3)
+
+
+def _characters(
+    name: str, *, width: int, heads: int, length: int, every: int, windows: int, steps: int, rate: float
+) -> Task:
+    """Character by character through Python's own library, one of `every` pieces; every twelfth file is for testing."""
+    depth, piece = 4, 2000
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [f.read_text(encoding="utf-8", errors="ignore") for f in files]
     train = "".join(t for i, t in enumerate(texts) if i % 12)
     test = "".join(t for i, t in enumerate(texts) if i % 12 == 0)
     known = sorted({c for c in train if ord(c) < 127})
     index = {c: i + 1 for i, c in enumerate(known)}
+    if every > 1:
+        train = "".join(train[at : at + piece] for at in range(0, len(train) - piece, piece * every))
     encoded, held = (torch.tensor([index.get(c, 0) for c in t], dtype=torch.int64) for t in (train, test))
-    starts = torch.linspace(0, len(held) - length - 2, 512).long()[:, None]
-    windows = held[starts + torch.arange(length + 1)]
+    starts = torch.linspace(0, len(held) - length - 2, windows).long()[:, None]
+    shown = held[starts + torch.arange(length + 1)]
 
     def build() -> nn.ModuleList:
-        blocks: list[nn.Module] = [Attention(width, 4) for _ in range(depth)]
+        blocks: list[nn.Module] = [Attention(width, heads) for _ in range(depth)]
         first = nn.Sequential(Embedding(len(known) + 1, width, length), blocks[0])
         last = nn.Sequential(blocks[-1], nn.LayerNorm(width), nn.Linear(width, len(known) + 1))
         return nn.ModuleList([first, *blocks[1:-1], last])
 
     return Task(
-        name="text",
+        name=name,
         build=build,
         train=(encoded, encoded),
-        test=(windows[:, :-1], windows[:, 1:]),
+        test=(shown[:, :-1], shown[:, 1:]),
         batch=8,
-        steps=800,
-        optimiser=_adamw(3e-3),
+        steps=steps,
+        optimiser=_adamw(rate),
         clip=1.0,
         window=length,
     )
 
 
-TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "text": text, "fashion": fashion}
+TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "fashion": fashion, "text": text, "early": early}
 
 
 def _idx(folder: Path, name: str, header: int) -> np.ndarray:
