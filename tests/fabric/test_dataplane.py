@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dovetail.fabric import kernel, packets, shapes, tables
@@ -72,6 +72,7 @@ def test_every_packet_agrees_with_the_oracle(topology: Topology, hook: str) -> N
 @pytest.mark.parametrize("hook", HOOKS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**31), st.integers(3, 16), st.integers(0, 14))
+@example(1014039, 6, 5)  # a fabric that is whole again, and switches that do not know it yet
 def test_random_fabrics_policies_and_failures(hook: str, seed: int, size: int, extra: int) -> None:
     """Whenever a compliant path survives the packet arrives on one; otherwise it is dropped and counted."""
     rng = random.Random(seed)
