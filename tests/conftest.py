@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Machines differ in speed: a slow example is not a failing one.
-settings.register_profile("dovetail", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("dovetail")
+# Machines differ in speed: a slow example is not a failing one. The same examples every time, so that whoever changes
+# something is told of their own change; HYPOTHESIS=explore looks for new ones.
+settings.register_profile("dovetail", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("explore", settings.get_profile("dovetail"), derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS", "dovetail"))
 
 # A shell starts what runs in its background deaf to Ctrl-C, and processes inherit that; tests interrupt their own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
