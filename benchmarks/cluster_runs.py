@@ -26,11 +26,15 @@ def backlog(policy: str, spb: str, jobs: Sequence[Wanted], *, limit: float) -> d
     """All jobs handed in at once under a policy: what ran, how fast, and what the simulator says of it."""
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as folder:
         home = Home(Path(folder))
-        with trial.cluster(home.path, devices=DEVICES, emulated=True, policy=policy, prepare=len(jobs)) as client:
+        options = {"devices": DEVICES, "emulated": True, "policy": policy, "prepare": len(jobs)}
+        with trial.cluster(home.path, grace=5.0, **options) as client:
             numbers = [trial.submit(client, w.text, name=w.name, spb=spb) for w in jobs]
             ended = trial.wait(client, numbers, limit=limit)
         trial.finished(ended, policy)
         tasks = recorder.ran(home.path)
+        expected = sum(p.workers * p.iterations for w in jobs for p in w.job.phases)
+        recorded = len({(t.job, t.iteration, t.worker) for t in tasks})
+        assert recorded == expected, f"{recorded} of {expected} tasks were recorded"
         run = read(home.path)
         told = play(run).comparison
         overheads = [t.overhead for t in tasks if t.overhead >= 0]
@@ -85,7 +89,7 @@ def promise(*, steps: int, limit: float) -> dict[str, Any]:
         for before, after in ((", off_device=0.005", ""), ("checkpoint_every=3", "checkpoint_every=1000000")):
             assert before in filler
             filler = filler.replace(before, after)
-        with trial.cluster(home.path, devices=DEVICES, emulated=True) as client:
+        with trial.cluster(home.path, grace=5.0, devices=DEVICES, emulated=True) as client:
             alone = trial.submit(client, foreground.text, name="alone", share="foreground")
             trial.finished(trial.wait(client, [alone], limit=limit), "alone")
             fillers = [

@@ -59,12 +59,12 @@ job = TrainingJob(
 
 
 @contextlib.contextmanager
-def cluster(home: Path | None = None, **options: Any) -> Iterator[Client]:
-    """A running cluster in `home`, or in a folder that is gone afterwards."""
+def cluster(home: Path | None = None, *, grace: float = 0.0, **options: Any) -> Iterator[Client]:
+    """A running cluster in `home`, or in a folder that is gone afterwards. Without `grace` it ends by kills."""
     with contextlib.ExitStack() as stack:
         if home is None:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-trial-")))
-        stack.callback(local.down, home, grace=0.0)
+        stack.callback(local.down, home, grace=grace)
         local.up(home, timeout=120.0, **options)
         yield Client(home)
 

@@ -106,6 +106,11 @@ class Executor(Actor):
             self.granted.pop(message.job, None)
             self.ranks.pop(message.job, None)
             self.kept = [x for x in self.kept if getattr(x, "job", "") != message.job]
+        elif isinstance(message, m.Shutdown):
+            self.leaves = True
+            for job in list(self.ranks):
+                self.rank_ends(int(job), -15)
+            self.die(0)
 
     def rank_ends(self, job: int, code: int, tail: str = "") -> None:
         rank = self.ranks.pop(str(job))

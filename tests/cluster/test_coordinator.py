@@ -137,6 +137,19 @@ def test_down_lets_running_jobs_write_checkpoints_and_forgets_nothing(tmp_path: 
     play(tmp_path, scene)
 
 
+def test_down_waits_for_executors_last_words_and_blames_no_gang_that_it_ends(tmp_path: Path) -> None:
+    async def scene(s: Stage) -> None:
+        gang = s.submit(kind="gang", gang=2)
+        await s.until(lambda: s.executor(0).ranks and s.executor(1).ranks)
+        executors = [s.executor(0), s.executor(1)]
+        await s.c.down(5.0)
+        assert all(e.told(m.Shutdown) and not e.ranks for e in executors)
+        assert s.engine.stopped
+        assert s.state(gang) == "running" and s.live(gang).record == strikes.CLEAN
+
+    play(tmp_path, scene)
+
+
 def test_strangers_and_ghosts_are_refused(tmp_path: Path) -> None:
     async def scene(s: Stage) -> None:
         job = s.submit()

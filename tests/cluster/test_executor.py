@@ -270,6 +270,7 @@ def test_overhead_is_recorded_for_every_task_and_its_median_is_in_the_beats(tmp_
         for before, task in pairwise(found):
             could = max(before.stop, job.released_at[task.iteration])
             assert 0 <= task.overhead <= task.start - could + 1e-6
+            assert task.waited == pytest.approx(task.start - job.released_at[task.iteration], abs=1e-6)
         wait(lambda: at.head.all(m.Beat)[-1].tasks == {"1": 80}, "a beat after the last task")
         kept = sorted(t.overhead for t in found)
         assert at.head.all(m.Beat)[-1].overhead == pytest.approx((kept[39] + kept[40]) / 2, abs=1e-6)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.cluster import local
+from dovetail.cluster import local, recorder
 from dovetail.cluster.client import Client, Unreachable
 from dovetail.cluster.home import SHARED_MEMORY, Address, Home, cluster_id
 from tests.command import run, shell
@@ -239,7 +239,9 @@ def test_down_leaves_no_process_socket_port_or_memory(
         with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
             pass
     assert run("cluster", "down", "--home", home).stdout == "no cluster was running\n"
+    recorded = {t.iteration for t in recorder.ran(home)}
     local.up(home, devices=2, emulated=True)
     found = client.job(job)
     assert found["state"] == "running" and found["checkpoint"] >= 3  # `down` had waited for it
+    assert recorded >= set(range(found["checkpoint"]))  # and for the executors' last words
     client.cancel(job)

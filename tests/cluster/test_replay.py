@@ -11,7 +11,7 @@ import pytest
 from dovetail.cli.replaying import replay as run
 from dovetail.cluster.home import Home, Settings
 from dovetail.cluster.messages import Described
-from dovetail.cluster.recorder import Clock, Held, Ran
+from dovetail.cluster.recorder import Clock, Held, Ran, lines
 from dovetail.cluster.replay import play, read, replay
 from dovetail.cluster.store import Store
 from dovetail.cluster.submission import Submission
@@ -71,7 +71,7 @@ def recorded(folder: Path, made: list[Job], name: str) -> float:
         times = {"submitted": EPOCH + job.arrival, "ended": EPOCH + finish[job.name]}
         store.note({row.id: {**times, "described": msgspec.json.encode(described).decode()}})
     store.close()
-    lines: list[Clock | Ran | Held] = [Clock(device=0, node="a", boot="1", offset=EPOCH - SHIFT, emulated=True)]
+    written: list[Clock | Ran | Held] = [Clock(device=0, node="a", boot="1", offset=EPOCH - SHIFT, emulated=True)]
     released = {(j.name, 0): j.arrival for j in made}
     last: dict[tuple[str, int], float] = {}
     for t in outcome.tasks:
@@ -80,13 +80,14 @@ def recorded(folder: Path, made: list[Job], name: str) -> float:
     released |= {(name, i + 1): stop + off[name] for (name, i), stop in last.items()}
     free = dict.fromkeys(range(DEVICES), 0.0)
     for t in sorted(outcome.tasks, key=lambda t: t.start):
-        lines.append(ran(t, numbers[t.job], max(released[t.job, t.iteration], free[t.device])))
+        written.append(ran(t, numbers[t.job], released[t.job, t.iteration], free[t.device]))
         free[t.device] = t.stop
-    (home.spans / "device-0.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(lines) + b'{"type":"task","jo')
+    (home.spans / "device-0.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(written) + b'{"type":"task","jo')
     return outcome.makespan
 
 
-def ran(task: TaskRun, number: int, ready: float) -> Ran:
+def ran(task: TaskRun, number: int, released: float, free: float) -> Ran:
+    ready = max(released, free)
     return Ran(
         job=str(number),
         iteration=task.iteration,
@@ -95,6 +96,7 @@ def ran(task: TaskRun, number: int, ready: float) -> Ran:
         start=SHIFT + task.start,
         stop=SHIFT + task.stop,
         overhead=task.start - ready if task.start - ready < 1e-6 else -1.0,
+        waited=max(0.0, task.start - released),
     )
 
 
@@ -144,6 +146,24 @@ def test_a_gang_is_one_long_task_that_nobody_shares_a_device_with(tmp_path: Path
     gang = read(tmp_path).jobs[-1].job
     assert gang.workers == 2 and gang.alone() == pytest.approx(8.0, abs=1e-3)
     assert gang.persistent_bytes == read(tmp_path).cluster.device_bytes
+
+
+def test_waiting_for_another_jobs_loading_is_not_time_off_the_device(tmp_path: Path) -> None:
+    """Loading is no task: its end, after which ours starts at once, looks like a release to whoever sees tasks only."""
+    (job,) = made = jobs()[2:3]
+    recorded(tmp_path, made, "jigsaw")
+    spans = tmp_path / "spans" / "device-0.jsonl"
+    clock, *tasks = [line for line in lines(tmp_path) if not isinstance(line, Held)]
+    late = [
+        msgspec.structs.replace(t, start=t.start + 3.0 * i, stop=t.stop + 3.0 * i, overhead=0.0, waited=3.0)
+        for i, t in enumerate(tasks, 1)
+        if isinstance(t, Ran)
+    ]
+    spans.write_bytes(msgspec.json.Encoder().encode_lines([clock, *late]))
+    assert read(tmp_path).jobs[0].job.off_device == pytest.approx(job.off_device, abs=1e-3)
+    unknown = [msgspec.structs.replace(t, waited=-1.0) for t in late]
+    spans.write_bytes(msgspec.json.Encoder().encode_lines([clock, *unknown]))
+    assert read(tmp_path).jobs[0].job.off_device == job.off_device  # as the job said
 
 
 def test_nothing_to_play_is_one_line(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from .wire import Connection, Lost
 
 PREPARE_LIMIT = 300.0
 """Seconds for an aggregator to load its job."""
+LAST_WORDS = 1.0
+"""Seconds for executors to write down their last tasks when the cluster goes down."""
 LEAVE_LIMIT = 60.0
 """Seconds for an aggregator to end its iteration and write a checkpoint."""
 
@@ -190,6 +192,12 @@ class Coordinator:
         limit = time.monotonic() + grace
         while time.monotonic() < limit and any(j.process and j.devices for j in self.jobs.values()):
             await asyncio.sleep(0.02)
+        links = [e.link for e in self.executors.values() if e.link is not None]
+        for link in links:
+            link.send(Shutdown())
+        limit = time.monotonic() + min(grace, LAST_WORDS)
+        while time.monotonic() < limit and any(e.link in links for e in self.executors.values()):
+            await asyncio.sleep(0.02)
         self.save()
         await self.engine.close(stop=True)
         with contextlib.suppress(OSError, Lost):  # whose supervisor runs nothing but this process
@@ -284,7 +292,7 @@ class Coordinator:
         if role == "executor" and int(rest) in self.executors:
             e = self.executors[int(rest)]
             guilty = self.jobs.get(fleet.running_job(self.home, e.index))
-            if guilty is not None and end.code and not e.struck and not end.node_lost:
+            if guilty is not None and end.code and not e.struck and not end.node_lost and not self.closing:
                 self.strike(guilty, *strikes.death(f"executor {e.index}", end.code))
             e.ended(now)
             for job in list(self.jobs.values()):

@@ -82,7 +82,7 @@ class Executor:
         tenants, again = self._tenants, True
         tenants.link.start()
         try:
-            while not self.ending and not tenants.refused:
+            while not (self.ending or tenants.closing or tenants.refused):
                 tenants.listen(0.0 if again else self._rest())
                 again = self._dispatch()
         finally:
@@ -194,6 +194,7 @@ class Executor:
 
     def _run(self, live: Live, ready: float) -> None:
         task, profiled = live.begin(time.monotonic())
+        released = live.released_at
         job, runner = live.job, live.runner
         assert runner is not None and live.log is not None
         self._running.write(job)
@@ -221,7 +222,7 @@ class Executor:
                 self._tenants.unplug(live)
         overhead = max(0.0, start - ready)
         self._tally.stop(job, start, stop, overhead)
-        self._recorder.task(job, task.iteration, task.worker, start, stop, overhead)
+        self._recorder.task(job, task.iteration, task.worker, start, stop, overhead, max(0.0, start - released))
         if done is not None:
             live.observe(profiled, stop - start)
         if live.background:

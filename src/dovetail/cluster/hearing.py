@@ -132,7 +132,7 @@ class Hearing:
         c.kick()
 
     def _rank_ended(self, job: Live, ended: RankEnded) -> None:
-        if not job.sent:
+        if not job.sent or (ended.code and self._c.closing):
             return  # we ended it ourselves
         job.codes[ended.worker] = ended.code
         if ended.code:

@@ -329,7 +329,7 @@ class Exited(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """Coordinator to supervisor: `dovetail cluster down`."""
+    """Coordinator to executors, then to the supervisor: `dovetail cluster down`."""
 
 
 AnyMessage = (

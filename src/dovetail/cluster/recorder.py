@@ -54,6 +54,8 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, tag="task", omit_defaults=T
     overhead: float = 0.0
     """Seconds from when it could have started (its release or the end of the task before, whichever was later; for one
     that was held back, when its time had come) to its start."""
+    waited: float = -1.0
+    """Seconds from its iteration's release to its start; below 0 if nobody knows."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
@@ -79,15 +81,17 @@ class Recorder:
         self._clock = Clock(
             device=device, node=node, boot=_boot(), offset=round(time.time() - time.monotonic(), 6), emulated=emulated
         )
-        self._new: list[tuple[str, int, int, float, float, float]] = []
+        self._new: list[tuple[str, int, int, float, float, float, float]] = []
         self._leases: list[Held] = []
         self._lock = threading.Lock()
         self._file = self._open()
 
-    def task(self, job: str, iteration: int, worker: int, start: float, stop: float, overhead: float) -> None:
+    def task(
+        self, job: str, iteration: int, worker: int, start: float, stop: float, overhead: float, waited: float = -1.0
+    ) -> None:
         """Notes a task that has ended."""
         if len(self._new) < _MOST_WAITING:
-            self._new.append((job, iteration, worker, start, stop, overhead))
+            self._new.append((job, iteration, worker, start, stop, overhead, waited))
 
     def lease(self, job: str, start: float, stop: float) -> None:
         """Notes that a job has left the device."""
@@ -108,8 +112,9 @@ class Recorder:
                     start=_short(start),
                     stop=_short(stop),
                     overhead=_short(overhead),
+                    waited=_short(waited),
                 )
-                for job, iteration, worker, start, stop, overhead in self._new[:tasks]
+                for job, iteration, worker, start, stop, overhead, waited in self._new[:tasks]
             ]
             before = os.fstat(self._file).st_size
             try:

@@ -11,7 +11,7 @@ would have given.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +121,6 @@ def read(home: Path, *, since: float = 0.0) -> Run:
         raise Error(f"{home}: expected jobs that have ended and recorded tasks, found none")
     first = min(x.start for r in rows for x in (held[str(r.id)] if r.gang else tasks[str(r.id)]))
     jobs, spreads, overheads = [], [], []
-    ends = _ends(tasks.values())
     for row in rows:
         mine = tasks[str(row.id)]
         waits = [t.overhead for t in mine if t.overhead >= 0]
@@ -130,7 +129,7 @@ def read(home: Path, *, since: float = 0.0) -> Run:
         if row.gang:
             job = _gang(row, held[str(row.id)], first, settings.device_bytes)
         else:
-            job = _job(row, mine, first, overhead=overhead, ends=ends)
+            job = _job(row, mine, first, overhead=overhead)
             spreads.append(_spread(mine))
         assert row.ended is not None
         jobs.append(Recorded(id=row.id, job=job, finish=row.ended - first, tasks=len(mine)))
@@ -147,7 +146,7 @@ def read(home: Path, *, since: float = 0.0) -> Run:
     )
 
 
-def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float, ends: dict[int, list[float]]) -> Job:
+def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float) -> Job:
     """The mean of every worker's tasks, exactly: shares of the longest stand in the place of depths."""
     by_worker: dict[int, list[float]] = defaultdict(list)
     for t in tasks:
@@ -166,7 +165,7 @@ def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float, ends
             ),
         ),
         backward=longest,
-        off_device=_off_device(tasks, ends, described),
+        off_device=_off_device(tasks, described),
         persistent_bytes=described.persistent_bytes if described else 0,
         ephemeral_bytes=described.ephemeral_bytes if described else 0,
         background=row.share == "background",
@@ -186,37 +185,19 @@ def _gang(row: Row, leases: Sequence[Held], origin: float, device_bytes: int) ->
     )
 
 
-def _off_device(tasks: Sequence[Ran], ends: dict[int, list[float]], described: Described | None) -> float:
-    """Seconds from an iteration's last end to the next one's release: the mean where a release can be seen.
-
-    A task that could have started before it did says when: at its release, or when its device fell free. Only where
-    no task ended on the device just then was it the release.
-    """
-    first: dict[int, float] = {}
+def _off_device(tasks: Sequence[Ran], described: Described | None) -> float:
+    """Mean seconds from an iteration's last end to the next one's release; what the job said if none was recorded."""
+    released: dict[int, float] = {}
     last: dict[int, float] = {}
     for t in tasks:
         last[t.iteration] = max(t.stop, last.get(t.iteration, t.stop))
-        if t.overhead < 0:
-            continue
-        ready = t.start - t.overhead
-        around = ends[t.device]
-        at = int(np.searchsorted(around, ready))
-        if any(abs(around[i] - ready) < 1e-4 for i in (at - 1, at) if 0 <= i < len(around)):
-            continue
-        first[t.iteration] = min(ready, first.get(t.iteration, ready))
-    gaps = [first[i] - last[i - 1] for i in first if i - 1 in last and first[i] >= last[i - 1]]
+        if t.waited >= 0:
+            at = t.start - t.waited
+            released[t.iteration] = min(at, released.get(t.iteration, at))
+    gaps = [released[i] - last[i - 1] for i in released if i - 1 in last and released[i] >= last[i - 1]]
     if not gaps:
         return described.off_device if described else 0.0
     return _exact(_mean(gaps))
-
-
-def _ends(jobs: Iterable[Sequence[Ran]]) -> dict[int, list[float]]:
-    """When tasks ended on each device, in order."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for tasks in jobs:
-        for t in tasks:
-            found[t.device].append(t.stop)
-    return defaultdict(list, {device: sorted(stops) for device, stops in found.items()})
 
 
 def _spread(tasks: Sequence[Ran]) -> float:

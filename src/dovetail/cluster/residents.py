@@ -68,6 +68,8 @@ class Live(Resident):
         self._off_device, self._joined_at = 0.0, time.monotonic()
         self.ready_at = 0.0
         """Since when there has been a task to take, as far as we know."""
+        self.released_at = 0.0
+        """When the aggregator released the iteration, whoever was there to hear it."""
         self.left, self.eta, self.next_release = 0, 0.0, float("inf")
         self._show()
         if drop and self.runner is not None:
@@ -111,6 +113,8 @@ class Live(Resident):
         self._count(at)
         if self.iteration < 0 and self.promise is not None and not self.promise.delay:
             self.promise.since = at
+        if not again:
+            self.released_at = self._past(message.at, now)
         self.iteration, self._queue = message.iteration, list(message.workers)
         width = max(message.width, len(message.workers))
         if self.promise is not None and width > self._width:

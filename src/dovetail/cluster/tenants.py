@@ -16,7 +16,20 @@ from .gang import Rank, sweep
 from .gaps import Filled
 from .jobs import first_line
 from .link import Link
-from .messages import Beat, Failed, Grant, Hello, Join, Leave, Message, RankEnded, Refused, Revoke, StartRank
+from .messages import (
+    Beat,
+    Failed,
+    Grant,
+    Hello,
+    Join,
+    Leave,
+    Message,
+    RankEnded,
+    Refused,
+    Revoke,
+    Shutdown,
+    StartRank,
+)
 from .output import Log
 from .recorder import Recorder
 from .residents import Live
@@ -47,6 +60,8 @@ class Tenants:
         self.filled = Filled()
         self.refused = ""
         """Why the coordinator does not want this executor."""
+        self.closing = False
+        """The cluster goes down."""
         self._key, self._hello, self._recorder, self._tally = key, hello, recorder, tally
         self._jobs: dict[str, Live] = {}
         sweep(f"{home}/executors/{device}.")  # what an executor before this one has left, if it was killed
@@ -116,6 +131,8 @@ class Tenants:
                 self._start_rank(message)
             elif isinstance(message, Refused):
                 self.refused = message.reason or "no reason given"
+            elif isinstance(message, Shutdown):
+                self.closing = True
 
     def read(self, live: Live) -> None:
         """What an aggregator says."""
