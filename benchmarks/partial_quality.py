@@ -1,9 +1,9 @@
 """What partial backpropagation costs in quality: full backpropagation, partial variants, and controls of equal work.
 
 Four workers in one process, exact to rounding (see partial_oracle.py). Each finished run is one line of the output,
-so the study can be stopped at any time and goes on with --resume; a run takes one core for less than three minutes.
+so the study can be stopped at any time and goes on with --resume; a run takes one core for less than five minutes.
 Work is counted in floating-point operations (a backward pass is two forward passes) as a share of one full run.
-Run: python benchmarks/partial_quality.py --out runs.jsonl [--resume] [--tasks digits,fashion,text,early] [--json FILE]
+Run: python benchmarks/partial_quality.py --out runs.jsonl [--resume] [--tasks digits,fashion,…] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from partial_oracle import LADDER, Contestant, train
 from partial_report import TWICE, checks, markdown, show
 from partial_tasks import TASKS
 
-SEEDS = {"digits": 5, "fashion": 3, "text": 3, "early": 3}
+SEEDS = {"digits": 5, "fashion": 3, "text": 3, "short": 3, "early": 3}
 
 MAIN = (
     Contestant("full"),
@@ -36,6 +36,7 @@ MAIN = (
     Contestant("75 % of the steps", steps=0.75),
     Contestant("4 workers, then 2", workers=((0.0, 4), (0.5, 2))),
     Contestant("ladder, 4/3 of the steps", counts=LADDER, steps=4 / 3),
+    Contestant("annealed guard ε=0.03", epsilon=0.03, rule="annealed"),
     Contestant("annealed guard ε=0.05", epsilon=0.05, rule="annealed"),
     Contestant("annealed guard ε=0.1", epsilon=0.1, rule="annealed"),
     Contestant("annealed guard ε=0.1, 8/7 of the steps", epsilon=0.1, rule="annealed", steps=8 / 7),

@@ -30,7 +30,7 @@ def train(
     ] = None,
     epsilon: Annotated[
         float | None,
-        typer.Option(help="With --spb guard: share of a step's progress that a segment may lose; default: 0.05."),
+        typer.Option(help="With --spb guard: share of a step's progress that a segment may lose; default: 0.03."),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="With --spb and a plan with phases: length of the training.")

@@ -25,7 +25,7 @@ from dovetail.core.errors import Error
 class Guard:
     """How much progress per step partial backpropagation may cost, and how often that is looked at."""
 
-    epsilon: float = 0.05
+    epsilon: float = 0.03
     """Share of a full step's progress that any segment may lose."""
     every: int = 20
     """Steps from one measurement to the next. A measured step runs at full depth."""
