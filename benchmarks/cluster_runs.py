@@ -29,7 +29,7 @@ def backlog(policy: str, spb: str, jobs: Sequence[Wanted], *, limit: float) -> d
         options = {"devices": DEVICES, "emulated": True, "policy": policy, "prepare": len(jobs)}
         with trial.cluster(home.path, grace=5.0, **options) as client:
             numbers = [trial.submit(client, w.text, name=w.name, spb=spb) for w in jobs]
-            ended = trial.wait(client, numbers, limit=limit)
+            ended = trial.wait(client, numbers, limit=limit, pause=1.0)
         trial.finished(ended, policy)
         tasks = recorder.ran(home.path)
         expected = sum(p.workers * p.iterations for w in jobs for p in w.job.phases)
@@ -91,13 +91,13 @@ def promise(*, steps: int, limit: float) -> dict[str, Any]:
             filler = filler.replace(before, after)
         with trial.cluster(home.path, grace=5.0, devices=DEVICES, emulated=True) as client:
             alone = trial.submit(client, foreground.text, name="alone", share="foreground")
-            trial.finished(trial.wait(client, [alone], limit=limit), "alone")
+            trial.finished(trial.wait(client, [alone], limit=limit, pause=1.0), "alone")
             fillers = [
                 trial.submit(client, filler, name=f"filler {i}", share="background", workers=1, steps=10**6, seed=i)
                 for i in range(2 * DEVICES)
             ]
             both = trial.submit(client, foreground.text, name="beside", share="foreground")
-            ended = trial.wait(client, [both], limit=limit)
+            ended = trial.wait(client, [both], limit=limit, pause=1.0)
             trial.finished(ended, "beside background jobs")
             shown = float(ended[both].get("slowdown") or 0.0)
             for job in fillers:
