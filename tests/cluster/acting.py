@@ -115,6 +115,8 @@ class Acted:
     depths: tuple[int, ...] = ()
     hold: bool = False
     """Releases nothing until told."""
+    shares: bool = False
+    """Its tasks can be taken without a question."""
 
 
 class Aggregator(Server):
@@ -131,24 +133,26 @@ class Aggregator(Server):
         self.claims: dict[Connection, int] = {}
         self.steal: Callable[[int], bool] = lambda worker: False
         self.late: list[tuple[float, Connection, m.Claim]] = []
-        self.ahead: list[tuple[Connection, m.Claim]] = []
-        """Claims of the next iteration."""
+        self.offers = 0
         self.next_release = 0.0
         self.released_at: dict[int, float] = {}
         self.releases = 0
         """That have been sent."""
         self.finished = threading.Event()
         self._waiting = True
+        self._prepare()
 
     def heard(self, connection: Connection, message: m.Message) -> None:
         if isinstance(message, m.Join):
             assert (message.job, message.epoch) == (self.job, self.epoch), message
             self.joined.append(connection)
             connection.send(m.Welcome(memory=f"arena of {self.job}"))
-            if not self._waiting:
-                connection.send(self._released())
-        elif isinstance(message, m.Claim) and self._waiting and message.iteration == self.iteration + 1:
-            self.ahead.append((connection, message))
+            connection.send(self._offered(), *([] if self._waiting else [self._released()]))
+        elif isinstance(message, m.Took):
+            task = self.offered[message.worker]
+            if (message.iteration, message.claim) == (task.iteration, task.claim):
+                self.queue.remove(message.worker)
+                self.out[message.worker] = connection
         elif isinstance(message, m.Claim):
             self.late.append((time.monotonic() + self.acted.answers_after, connection, message))
         elif isinstance(message, m.Done):
@@ -167,7 +171,7 @@ class Aggregator(Server):
             self.queue.append(worker)
         self.queue.sort(key=lambda w: self.acted.seconds[w])
         if back and self.joined:
-            self.say(self._released())
+            self.say(self._offered(), self._released())
 
     def tick(self, now: float) -> None:
         if self._waiting and self.joined and not self.hold and now >= self.next_release:
@@ -177,35 +181,44 @@ class Aggregator(Server):
             with contextlib.suppress(Lost):
                 self._answer(connection, claim)
 
-    def say(self, message: m.Message, *, but: Connection | None = None) -> None:
+    def say(self, *messages: m.Message, but: Connection | None = None) -> None:
         for connection in self.joined:
             if connection is not but:
                 with contextlib.suppress(Lost):
-                    connection.send(message)
+                    connection.send(*messages)
 
     def _release(self, now: float) -> None:
-        self.iteration += 1
-        if self.iteration >= self.acted.iterations:
-            self._waiting, self.hold = True, True
-            self.finished.set()
-            return
         self._waiting = False
-        self.queue = list(range(len(self.acted.seconds)))
         self.released_at[self.iteration] = now
         self.say(self._released())
         self.releases += 1
-        self.late += [(now, connection, claim) for connection, claim in self.ahead if connection in self.joined]
-        self.ahead = []
+
+    def _prepare(self) -> None:
+        """The next iteration is known: it will be offered, to whoever is there and to whoever comes."""
+        self.iteration += 1
+        if self.iteration >= self.acted.iterations:
+            self.hold = True
+            self.finished.set()
+            return
+        self.queue = list(range(len(self.acted.seconds)))
+        self.say(self._offered())
+
+    def _offered(self) -> m.Offered:
+        self.offered = {worker: self._offer(worker) for worker in self.queue}
+        return m.Offered(iteration=self.iteration, tasks=tuple(self.offered.values()), width=len(self.acted.seconds))
+
+    def _offer(self, worker: int) -> m.Task:
+        self.offers += 1
+        return m.Task(
+            iteration=self.iteration,
+            worker=worker,
+            depth=self.acted.depths[worker] if self.acted.depths else 0,
+            seconds=self.acted.seconds[worker],
+            claim=self.offers if self.acted.shares else 0,
+        )
 
     def _released(self) -> m.Released:
-        depths = self.acted.depths and tuple(self.acted.depths[w] for w in self.queue)
-        return m.Released(
-            iteration=self.iteration,
-            workers=tuple(self.queue),
-            seconds=tuple(self.acted.seconds[w] for w in self.queue),
-            depths=depths,
-            at=self.released_at[self.iteration],
-        )
+        return m.Released(iteration=self.iteration, at=self.released_at[self.iteration], gone=tuple(self.out))
 
     def _answer(self, connection: Connection, claim: m.Claim) -> None:
         if claim.iteration == self.iteration and self.queue and self.steal(self.queue[-1]):
@@ -213,15 +226,15 @@ class Aggregator(Server):
             stolen = self.queue.pop()
             now = time.monotonic()
             self._done(m.Done(iteration=self.iteration, worker=stolen, loss=0, samples=1, start=now, stop=now))
-        if claim.iteration != self.iteration or not self.queue:
+        if claim.iteration != self.iteration or not self.queue or self._waiting:
             connection.send(m.Task(iteration=claim.iteration))
             return
         worker = self.queue.pop()
         self.out[worker] = connection
-        seconds, now = self.acted.seconds[worker], time.monotonic()
-        depth = self.acted.depths[worker] if self.acted.depths else 0
-        connection.send(m.Task(iteration=self.iteration, worker=worker, seconds=seconds, depth=depth))
-        self.say(m.Taken(iteration=self.iteration, worker=worker, until=now + seconds, at=now), but=connection)
+        now, task = time.monotonic(), self._offer(worker)
+        connection.send(task)
+        taken = m.Taken(iteration=self.iteration, workers=(worker,), until=now + task.seconds, at=now)
+        self.say(taken, but=connection)
 
     def _done(self, message: m.Done) -> None:
         assert message.iteration == self.iteration, "a task of another iteration"
@@ -235,6 +248,7 @@ class Aggregator(Server):
             believed = self.acted.believed_off_device
             until = now + (self.acted.off_device if believed is None else believed)
             self.say(m.Barrier(iteration=self.iteration, until=until, at=now))
+            self._prepare()
 
 
 @dataclass
@@ -336,6 +350,13 @@ class Player:
         self.folder = folder
         self.part: dict[str, Any] = json.loads((folder / "part.json").read_text())
         self.ran = 0
+
+    def claim(self, task: m.Task) -> bool:
+        """Unless the test says that somebody else has it."""
+        return not (self.folder / f"gone {task.claim}").exists()
+
+    def forget(self, number: int) -> None:
+        (self.folder / "forgotten").write_text(str(number))
 
     def run(self, task: m.Task) -> m.Done:
         part, start = self.part, time.monotonic()

@@ -62,11 +62,9 @@ def opened(one: TrainingJob, state: dict[str, Any] | None = None) -> Iterator[tu
 def run(training: Training, runners: list[Runner], chance: random.Random | None = None) -> float:
     """One iteration; with `chance`: tasks in any order, on any runner, some of them twice."""
     iteration = Iteration(training.division)
-    iteration.release(training.iteration, training.depths(), 0.0)
-    tasks = []
-    while (task := iteration.claim(len(tasks), 0.0)) is not None:
-        tasks.append(task)
-        training.arena.words[task.worker] = task.claim
+    iteration.prepare(training.iteration, training.depths())
+    training.arena.offer(iteration.ready)
+    tasks = list(reversed(iteration.ready))
     if chance is not None:
         tasks += chance.sample(tasks, 2)
         chance.shuffle(tasks)

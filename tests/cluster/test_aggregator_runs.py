@@ -125,7 +125,7 @@ def test_losses_do_not_depend_on_who_runs_the_tasks_or_which_executors_die(
     dying = [shop.executor(hello, 0, die_after=4), shop.executor(hello, 1, die_after=19, jitter=0.003)]
     assert [shop.wait(pid) for pid in dying] == [-9, -9]
     for device, jitter in ((0, 0.002), (2, 0.006)):
-        shop.executor(hello, device, jitter=jitter, twice=0.3, ahead=device == 2)
+        shop.executor(hello, device, jitter=jitter, twice=0.3, asks=device == 2)
     finish(shop, desk, aggregator, "2")
     same_end(folder, undisturbed)
 

@@ -135,6 +135,6 @@ def _resident_bytes() -> int:
 
 
 def test_messages_with_new_fields_are_read_without_them() -> None:
-    """An aggregator that says neither depths nor when is understood."""
-    plain = {"type": "Released", "iteration": 1, "workers": [0], "seconds": [0.5]}
-    assert msgspec.convert(plain, m.Released) == m.Released(iteration=1, workers=(0,), seconds=(0.5,))
+    """An aggregator that says neither how many nor when is understood."""
+    plain = {"type": "Offered", "iteration": 1, "tasks": [{"type": "Task", "iteration": 1, "worker": 0}]}
+    assert msgspec.convert(plain, m.Offered) == m.Offered(iteration=1, tasks=(m.Task(iteration=1, worker=0),))

@@ -113,6 +113,12 @@ def test_a_delay_is_what_a_filler_took_of_the_time_in_which_the_job_had_tasks_to
 # -- the same decisions as in the simulator --
 
 
+def released(iteration: int, seconds: tuple[float, ...], *, at: float) -> list[m.Message]:
+    """An iteration of tasks of depth 1, 2, …"""
+    tasks = [m.Task(iteration=iteration, worker=w, depth=w + 1, seconds=s) for w, s in enumerate(seconds)]
+    return [m.Offered(iteration=iteration, tasks=tuple(tasks)), m.Released(iteration=iteration, at=at)]
+
+
 def grant(job: int, *, background: bool = False, foreground: bool = False) -> m.Grant:
     return m.Grant(
         job=str(job),
@@ -157,22 +163,14 @@ def test_a_live_job_is_picked_just_as_the_simulators_resident_is(
         now += 0.25
         if move == "release" and not plain.left:
             plain.release()
-            live.hear(
-                m.Released(
-                    iteration=iteration[which],
-                    workers=tuple(range(len(tasks))),
-                    seconds=tasks,
-                    depths=tuple(range(1, len(tasks) + 1)),
-                    at=now,
-                ),
-                now,
-            )
+            for message in released(iteration[which], tasks, at=now):
+                live.hear(message, now)
         elif move == "take" and plain.ready:
             worker = plain.take(0)
             plain.eta = max(plain.eta, now + tasks[worker])
             running[which].append(now + tasks[worker])
             until = max(running[which])
-            live.hear(m.Taken(iteration=iteration[which], worker=worker, until=until, at=now), now)
+            live.hear(m.Taken(iteration=iteration[which], workers=(worker,), until=until, at=now), now)
         elif move == "end" and running[which]:
             running[which].pop()
             if plain.ended():
@@ -195,15 +193,17 @@ def test_a_live_job_is_picked_just_as_the_simulators_resident_is(
 def test_predictions_are_learnt_by_depth_and_unknown_ones_run_once() -> None:
     live = Live(grant(1), 0, Filled(), node=NODE)
     live.hear(m.Welcome(memory="x"), 0.0)
-    live.hear(m.Released(iteration=0, workers=(0, 1), seconds=(0.0, 0.0), depths=(1, 2), at=1.0), 1.0)
+    for message in released(0, (0.0, 0.0), at=1.0):
+        live.hear(message, 1.0)
     assert live.predicted(live.offers(0)) < 1e-6
     for i, (depth, took) in enumerate([(2, 0.4), (1, 0.1)] * 20):
         live.assigned = m.Task(iteration=0, worker=depth - 1, depth=depth, seconds=0.3 * i)
         _, profiled = live.begin(1.0)
         live.observe(profiled, took)
-    live.hear(m.Released(iteration=1, workers=(0, 1), seconds=(7.0, 9.0), depths=(1, 2), at=2.0), 2.0)
+    for message in released(1, (7.0, 9.0), at=2.0):
+        live.hear(message, 2.0)
     assert live.predicted(live.offers(0)) == pytest.approx(0.4, rel=0.05)
-    live.hear(m.Taken(iteration=1, worker=1, until=3.0, at=2.0), 2.0)
+    live.hear(m.Taken(iteration=1, workers=(1,), until=3.0, at=2.0), 2.0)
     assert live.predicted(live.offers(0)) == pytest.approx(0.1, rel=0.05)
     assert len(live.learnt) == 2, "what is learnt grows with depths, not with tasks"
 
@@ -211,8 +211,9 @@ def test_predictions_are_learnt_by_depth_and_unknown_ones_run_once() -> None:
 def test_a_job_on_another_machine_has_another_clock() -> None:
     live = Live(grant(1), 0, Filled(), node="elsewhere")
     live.hear(m.Welcome(memory=""), 50.0)
-    live.hear(m.Released(iteration=0, workers=(0,), seconds=(1.0,), at=1000.0), 50.2)
-    live.hear(m.Taken(iteration=0, worker=0, until=1001.5, at=1000.5), 50.6)  # this one was quicker
+    for message in released(0, (1.0,), at=1000.0):
+        live.hear(message, 50.2)
+    live.hear(m.Taken(iteration=0, workers=(0,), until=1001.5, at=1000.5), 50.6)  # this one was quicker
     assert live.eta == pytest.approx(51.6)
     live.hear(m.Barrier(iteration=0, until=1003.0, at=1002.0), 54.0)  # read late, after a task
     assert live.next_release == pytest.approx(53.1)

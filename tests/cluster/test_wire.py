@@ -61,6 +61,21 @@ def test_last_words_are_heard_before_the_end(pair: Pair) -> None:
         connection.send(Claim(iteration=3))
 
 
+def test_who_says_what_makes_no_sense_is_lost_for_good_but_what_came_before_is_heard(pair: Pair) -> None:
+    connection, other = pair
+    other.sendall(encode(Claim(iteration=1)) + b"\0\0\0\1x" + encode(Claim(iteration=2)))
+    assert connection.waiting() == [Claim(iteration=1)]
+    for _ in range(2):
+        other.sendall(encode(Claim(iteration=3)))
+        with pytest.raises(Lost, match="makes no sense"):
+            connection.waiting()
+    too_long = Connection(socket.socket(fileno=other.detach()))
+    connection.socket.sendall(b"\xff\xff\xff\xff")
+    with pytest.raises(Lost, match="a message of 4294967295 bytes"):
+        too_long.receive(timeout=1)
+    too_long.close()
+
+
 LONG = Leave(reason="x" * 900_000)
 """More than the kernel keeps for a pair."""
 

@@ -22,16 +22,17 @@ from typing import Any, TypeVar
 
 from dovetail.cluster.home import arena_name, cluster_id
 from dovetail.cluster.messages import (
-    Barrier,
     Claim,
     Done,
     Hello,
     Join,
     Leave,
     Message,
+    Offered,
     Released,
     Task,
     TaskFailed,
+    Took,
     Welcome,
 )
 from dovetail.cluster.wire import Connection
@@ -169,9 +170,9 @@ def execute(
     die_after: int = -1,
     emulated: bool = False,
     node: str = "",
-    ahead: bool = False,
+    asks: bool = False,
 ) -> None:
-    """The plainest executor: claims whenever something may be ready, or at each barrier if `ahead`.
+    """The plainest executor: takes whatever it believes to be there, or asks for it, if `asks` or from elsewhere.
 
     `jitter`: waits up to so many seconds before claims and ends; `twice`: the share of tasks that it runs twice;
     `die_after`: dies by SIGKILL in the middle of its so-manieth task.
@@ -192,35 +193,47 @@ def execute(
             through = channel.join(welcome.store, welcome.channel, local="127.0.0.1", timeout=LIMIT)
         loaded = jobs.load(folder / "job.py", submission(folder))
         runner = task.open_runner(loaded, welcome.memory, emulated=emulated, header=welcome.header, channel=through)
-        count, claimed = 0, -1
+        count, offered, shares = 0, list[Task](), not asks and through is None
+
+        def take() -> Task | None:
+            """What can be locked, the longest first; old news are as good as new ones."""
+            found = next((t for t in reversed(offered) if runner.arena.claim(t.worker, t.claim)), None)
+            if found is not None:
+                offered.remove(found)  # a lock is no obstacle to who has it
+                connection.send(Took(iteration=found.iteration, worker=found.worker, claim=found.claim))
+            return found
+
         while True:
             message = connection.receive(timeout=LIMIT)
             if message is None or isinstance(message, Leave):
                 return
-            if isinstance(message, Barrier) and ahead:
-                connection.send(Claim(iteration=message.iteration + 1))
-                claimed = message.iteration + 1
-            if isinstance(message, Released) and message.workers and message.iteration != claimed:
+            if isinstance(message, Offered):
+                offered = list(message.tasks)
+            mine = message if isinstance(message, Task) and message.worker >= 0 else None
+            if isinstance(message, Released) and shares:
+                mine = take()
+            elif isinstance(message, Released):
                 connection.send(Claim(iteration=message.iteration))
-            if not isinstance(message, Task) or message.worker < 0:
-                continue
-            count += 1
-            time.sleep(jitter * chance.random())
-            try:
-                done: Done = runner.run(message)
-                if chance.random() < twice:
-                    done = runner.run(message)
-            except task.JobError as e:
-                failed = TaskFailed(iteration=message.iteration, worker=message.worker, reason=str(e), trace=e.trace)
-                connection.send(failed)
-                continue
-            except task.Stale:
-                continue
-            if 0 <= die_after <= count:  # not ==: the so-manieth may have been a stale one
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(jitter * chance.random())
-            connection.send(done)
-            connection.send(Claim(iteration=message.iteration))
+            while mine is not None:
+                count += 1
+                time.sleep(jitter * chance.random())
+                try:
+                    done: Done = runner.run(mine)
+                    if chance.random() < twice:
+                        done = runner.run(mine)
+                except task.JobError as e:
+                    failed = TaskFailed(iteration=mine.iteration, worker=mine.worker, reason=str(e), trace=e.trace)
+                    connection.send(failed)
+                    break
+                except task.Stale:
+                    break
+                if 0 <= die_after <= count:  # not ==: the so-manieth may have been a stale one
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(jitter * chance.random())
+                connection.send(done)
+                if not shares:
+                    connection.send(Claim(iteration=mine.iteration))
+                mine = take() if shares else None
 
 
 def _child(role: str, settings: dict[str, Any], log: str) -> None:

@@ -1,7 +1,7 @@
 """One job's aggregator: owns its parameters and optimiser, hands out tasks, steps at the barrier, makes checkpoints.
 
 It says Hello, loads the job file, goes on from the newest checkpoint if there is one, and releases an iteration.
-Executors claim its tasks, the longest first; when all have ended it averages the gradients in the order of the workers,
+Executors take its tasks, the longest first; when all have ended it averages the gradients in the order of the workers,
 steps, and releases the next. The coordinator may come and go meanwhile. It ends when all iterations are done, when it
 is told to stop, or when the job cannot go on, and leaves nothing behind but its checkpoints, losses and log.
 """
@@ -27,7 +27,21 @@ from . import checkpoint, jobs
 from .crew import Crew, Member
 from .home import arena_name
 from .iteration import Iteration
-from .messages import Barrier, Claim, Done, Failed, Finished, Message, Progress, Refused, Stop, Taken, Task, TaskFailed
+from .messages import (
+    Barrier,
+    Claim,
+    Done,
+    Failed,
+    Finished,
+    Message,
+    Progress,
+    Refused,
+    Stop,
+    Taken,
+    Task,
+    TaskFailed,
+    Took,
+)
 from .parts import JobError
 from .reporting import Reporter, hello_of, local_host
 from .starting import ToLog, alone, limited, newest, submission
@@ -49,6 +63,8 @@ FAREWELL = 600.0
 """Seconds for which an aggregator that is done waits for the coordinator to hear of it."""
 ANSWER = 5.0
 """Seconds for which it then waits for the coordinator to hang up."""
+DEAF, MOST_DEAF = 0.01, 0.001
+"""For how long it does not listen after a release: a share of the shortest task, and seconds at most."""
 TURN = 0.5
 """Longest wait in the loop, in seconds."""
 
@@ -78,8 +94,6 @@ class Aggregator:
         )
         hello = hello_of(key=key, job=job, epoch=epoch, node=node, address=self.crew.address)
         self.reporter = Reporter(self.selector, coordinator, hello, self._told)
-        self.standing: list[Member] = []
-        """Who has claimed a task of the next iteration."""
         self.training: Training | None = None
         self.stopping = False
         self.discard = False
@@ -118,22 +132,22 @@ class Aggregator:
             self.spec = jobs.load(self.folder / "job.py", options)
             state = newest(self.folder)
             training = Training(self.spec, arena_name(self.home, self.job, self.epoch), state)
-        self.training = training
         self.iteration = Iteration(training.division)
-        self.words = training.arena.words.numpy()
+        self.training = training
         self.losses = checkpoint.Losses(self.folder, training.iteration)
         self.writer = checkpoint.Writer(self.folder)
         self.writer.done = training.iteration if state is not None else -1
         self.written_at, self.complaint = time.monotonic(), ""
         self.loss = self.losses.last
         self.release_at: float | None = time.monotonic()
-        self.barrier_at = self.progress_at = self.look_at = 0.0
+        self.barrier_at = self.progress_at = self.look_at = self.offered_at = 0.0
         self.off_device, self.iteration_seconds = self.spec.off_device, 0.0
         begun = f"goes on from iteration {training.iteration}" if state is not None else "begins"
         log.info("%s: start %d %s, %d iterations", self.spec.name, self.epoch, begun, self.spec.steps)
         self.reporter.must_know(
             msgspec.structs.replace(training.described(self.epoch, self.job), task_timeout=self.timeout)
         )
+        self._prepare()
         self.crew.open(training.arena)
 
     def _reach_coordinator(self) -> None:
@@ -158,7 +172,7 @@ class Aggregator:
 
     def _worth_waiting(self, now: float) -> bool:
         """After Stop: whether the iteration will end by itself. Otherwise it is done again by the next start."""
-        return self.iteration.begun and not self.iteration.ready and now < self.stop_by
+        return self.release_at is None and not self.iteration.ready and now < self.stop_by
 
     def _leave_well(self) -> None:
         """Finished or stopped: what was done is on disk before anybody hears of it."""
@@ -215,13 +229,35 @@ class Aggregator:
         assert self.training is not None
         if self.barrier_at:
             self.off_device += SMOOTHING * (now - self.barrier_at - self.off_device)
-        self.release_at = None
-        self.iteration.release(self.training.iteration, self.training.depths(), now)
-        given = {member: self._give(member, now) for member in self.standing}
-        self.standing = []
-        left = self.iteration.left()
-        for member in self.crew.joined:
-            self.crew.say(member, left, *([given[member]] if member in given else []))
+        self.release_at, self.offered_at = None, now
+        self.iteration.release(now)
+        self.crew.say_all(self.iteration.going())
+        self._listen_later()
+
+    def _listen_later(self) -> None:
+        """Everybody who takes a task now says so. One look in a while hears them all, and leaves them the cores."""
+        shortest = min(map(self.iteration.predicted, range(self.spec.workers)))
+        if not any(member.peer for member in self.crew.joined):
+            time.sleep(min(MOST_DEAF, DEAF * shortest))
+
+    def _prepare(self) -> None:
+        """Who serves nobody else may take a task of the next iteration before it is released."""
+        assert self.training is not None
+        self.iteration.prepare(self.training.iteration, self.training.depths())
+        self._offer()
+        self.training.arena.forget(self.iteration.first)
+
+    def _offer(self) -> None:
+        """What is ready may be taken under its present numbers, and under no others."""
+        assert self.training is not None
+        self.offered_at = time.monotonic()
+        if self.iteration.ready and not self.stopping:
+            self.training.arena.offer(self.iteration.ready)
+            self.crew.say_all(*self._news())
+
+    def _news(self) -> list[Message]:
+        """What an executor must know of the present iteration."""
+        return [self.iteration.offered(), *([self.iteration.going()] if self.release_at is None else [])]
 
     def _barrier(self) -> None:
         assert self.training is not None
@@ -235,6 +271,8 @@ class Aggregator:
             self.iteration_seconds += SMOOTHING * (now - before - self.iteration_seconds)
         self.release_at = max(time.monotonic(), now + self.spec.off_device)
         done = self.training.iteration
+        if done < self.spec.steps:
+            self._prepare()
         due = done - max(self.writer.done, 0) >= self.spec.checkpoint_every and not self.writer.error
         if (due or now - self.written_at > CHECKPOINT_SECONDS) and not self.writer.busy and done < self.spec.steps:
             self._checkpoint()
@@ -263,6 +301,9 @@ class Aggregator:
                 assert isinstance(holder, Member)
                 log.warning("device %d did not end its task within %.0f s", holder.device, self.timeout)
                 self.crew.drop(holder)
+            if self.release_at is None and now - self.offered_at > self.timeout + TASK_GRACE:
+                self.iteration.lose(None)  # somebody may have taken one and stand still since
+                self._offer()
 
     def _progress(self, now: float) -> None:
         assert self.training is not None
@@ -285,36 +326,52 @@ class Aggregator:
     # -- what executors say --
 
     def _joined(self, member: Member) -> None:
-        if self.release_at is None:
-            self.crew.say(member, self.iteration.left())
+        self.crew.say(member, *self._news())
 
     def _heard(self, member: Member, message: Message) -> None:
-        if isinstance(message, Claim):
-            self._claimed(member, message)
+        assert self.training is not None
+        if isinstance(message, Took):
+            self._took(member, message)
+        elif isinstance(message, Claim):
+            self._claimed(member)
         elif isinstance(message, Done):
             if self.iteration.has(member, message) and self.crew.collect(member, message.worker):
+                self.training.arena.withdraw([message.worker])
                 self.iteration.end(member, message)
         elif isinstance(message, TaskFailed):
             self._task_failed(member, message)
 
-    def _claimed(self, member: Member, claim: Claim) -> None:
+    def _took(self, member: Member, message: Took) -> None:
+        if self.stopping:
+            return  # too late: it was withdrawn
         now = time.monotonic()
-        if self.release_at is not None and claim.iteration > self.iteration.number:
-            self.standing.append(member)
-            return
-        task = self._give(member, now)
-        if self.crew.say(member, task) and task.worker >= 0:
-            until = self.iteration.until(now)
-            taken = Taken(iteration=task.iteration, worker=task.worker, until=until, at=now)
-            self.crew.say_all(taken, but=member)
+        self._given_up(member)
+        if self.iteration.took(member, message, now):
+            self._taken(now)
 
-    def _give(self, member: Member, now: float) -> Task:
-        """The longest task that nobody has; worker -1 if there is none."""
-        task = None if self.stopping or self.release_at is not None else self.iteration.claim(member, now)
+    def _claimed(self, member: Member) -> None:
+        assert self.training is not None
+        now, arena = time.monotonic(), self.training.arena
+        self._given_up(member)
+        task = None
+        if self.release_at is None:
+            task = self.iteration.claim(member, now, lambda task: arena.claim(task.worker, task.claim))
         if task is None:
-            return Task(iteration=self.iteration.number)
-        self.words[task.worker] = task.claim
-        return self.crew.prepare(member, task)
+            self.crew.say(member, Task(iteration=self.iteration.number))
+        elif self.crew.say(member, self.crew.prepare(member, task)):
+            self._taken(now)
+
+    def _given_up(self, member: Member) -> None:
+        """Who wants another task has given up what it had, if anything."""
+        if member in self.iteration.held:
+            self.iteration.lose(member)
+            self._offer()
+
+    def _taken(self, now: float) -> None:
+        if not self.iteration.ready and self.release_at is None:
+            workers = tuple(range(self.spec.workers))
+            until = self.iteration.until(now)
+            self.crew.say_all(Taken(iteration=self.iteration.number, workers=workers, until=until, at=now))
 
     def _task_failed(self, member: Member, message: TaskFailed) -> None:
         if not self.iteration.has(member, message):
@@ -323,9 +380,9 @@ class Aggregator:
         raise JobError(f"{where}: {' '.join(message.reason.split())}", message.trace)
 
     def _lost(self, member: Member) -> None:
-        self.standing = [other for other in self.standing if other is not member]
-        if hasattr(self, "iteration") and self.iteration.lose(member) is not None and self.release_at is None:
-            self.crew.say_all(self.iteration.left())
+        if hasattr(self, "iteration"):
+            self.iteration.lose(member)
+            self._offer()
 
     # -- what the coordinator says --
 
@@ -341,6 +398,8 @@ class Aggregator:
         self.discard |= discard
         if not self.stopping:
             self.stopping, self.stop_by = True, time.monotonic() + STOP_GRACE
+            if self.training is not None:
+                self.training.arena.withdraw([task.worker for task in self.iteration.ready])
 
     def _turn(self, timeout: float) -> None:
         """One wait, and what came of it."""

@@ -7,16 +7,23 @@ of it, so that publishing new parameters is stepping the optimiser in place. Bet
 and buffers, and each writes to its worker's own gradients; in the barrier the aggregator alone reads and writes. An
 executor elsewhere has an arena of its own with the same layout, filled by a channel.
 
-A worker's *word* is the number of the claim that holds its task: a task that was taken from a lost executor and given
-to another has a new number, and the old one's gradients are refused.
+Who runs a task is decided here too, without a question. The aggregator offers each task of an iteration under a number
+that was never used before and stands in the worker's *word*. An executor takes the task by locking the byte of that
+number in the arena's file, and has it if the word still says the same: the word of a task that is done, withdrawn, or
+offered anew because its executor is lost, does not, and gradients are refused that were computed under an older number.
+Locks are kept until the next iteration is offered. So of all that believe a task to be there only one can have it,
+however old the news that they act on.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +37,9 @@ from dovetail.core.store import decode
 from dovetail.train.segments import Leaf, Segments
 
 from .division import Division
+from .home import FLOCK
 from .layout import Layout, Run, layout_of, leaves_of
+from .messages import Task
 
 FOLDER = Path("/dev/shm")
 _MAGIC = b"dovetail arena 1"
@@ -62,13 +71,24 @@ class Arena:
     """Use `create`, `attach` or `apart`."""
 
     def __init__(
-        self, name: str, memory: mmap.mmap, model: nn.Module, header: Header, *, offset: int, parts: _Parts
+        self,
+        name: str,
+        memory: mmap.mmap,
+        model: nn.Module,
+        header: Header,
+        *,
+        offset: int,
+        parts: _Parts,
+        handle: int = -1,
     ) -> None:
         self.name, self.model, self.header = name, model, header
+        self._handle = handle
+        self.close: Callable[[], object] = weakref.finalize(self, os.close, handle) if handle >= 0 else lambda: None
+        """No more claims. The memory goes with its last user."""
         self.workers, self.division = header.workers, header.division
         self.segments, self.leaves, self.layout = parts.segments, parts.leaves, parts.layout
         take = _Taker(memory, offset)
-        self.words = take.tensor(torch.int64, self.workers)
+        self.words = take.tensor(torch.int64, self.workers).numpy()
         self.flags = take.tensor(torch.uint8, self.workers * len(self.leaves)).view(self.workers, len(self.leaves))
         self.parameters = take.run(self.layout.parameters)
         self.buffers = take.run(self.layout.buffers)
@@ -100,13 +120,12 @@ class Arena:
             os.pwrite(handle, _MAGIC + len(text).to_bytes(8, "little") + size.to_bytes(8, "little"), 0)
             memory = mmap.mmap(handle, size)
         except OSError as e:
+            os.close(handle)
             path.unlink()
             if e.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise Error(_no_room(size, shutil.disk_usage(FOLDER).free)) from None
             raise
-        finally:
-            os.close(handle)
-        return cls(name, memory, model, header, offset=offset, parts=parts)
+        return cls(name, memory, model, header, offset=offset, parts=parts, handle=handle)
 
     @classmethod
     def attach(cls, name: str, model: nn.Module) -> Arena:
@@ -122,11 +141,12 @@ class Arena:
                 raise Error(f"shared memory {name}: expected a dovetail arena of this release")
             header = msgspec.json.decode(os.pread(handle, length, _HEAD), type=Header)
             memory = mmap.mmap(handle, size)
-        finally:
+            parts = _Parts.of(model, header.division)
+            _check(header, parts)
+        except BaseException:
             os.close(handle)
-        parts = _Parts.of(model, header.division)
-        _check(header, parts)
-        return cls(name, memory, model, header, offset=_HEAD + _rounded(length), parts=parts)
+            raise
+        return cls(name, memory, model, header, offset=_HEAD + _rounded(length), parts=parts, handle=handle)
 
     @classmethod
     def apart(cls, header: str, model: nn.Module) -> Arena:
@@ -169,8 +189,43 @@ class Arena:
         flats = [*(rows[worker] for rows in self.rows.values()), self.flags[worker]]
         return flats + list(self.next_buffers.values()) if worker == 0 else flats
 
+    # -- who runs what --
+
+    def offer(self, tasks: Iterable[Task]) -> None:
+        """They may be taken from now on, under their numbers."""
+        for task in tasks:
+            self.words[task.worker] = task.claim
+
+    def withdraw(self, workers: Iterable[int]) -> None:
+        """Nobody needs to run these workers' tasks any more."""
+        for worker in workers:
+            self.words[worker] = 0
+
+    def claim(self, worker: int, number: int) -> bool:
+        """Whether the task is ours. If so it stays so, whatever others believe, until `forget` or our end."""
+        try:
+            self._lock(fcntl.F_WRLCK, number, 1)
+        except (BlockingIOError, PermissionError):  # somebody else has it
+            return False
+        if self.current(worker, number):
+            return True
+        self._lock(fcntl.F_UNLCK, number, 1)
+        return False
+
+    def current(self, worker: int, number: int) -> bool:
+        """Whether the task is still offered, or held, under this number."""
+        return int(self.words[worker]) == number
+
+    def forget(self, number: int) -> None:
+        """Lets go of all smaller numbers: the tasks under them have been offered anew, or are history."""
+        self._lock(fcntl.F_UNLCK, 0, number)
+
+    def _lock(self, kind: int, start: int, length: int) -> None:
+        """Of the open file, not of the process: nobody else who closes the file takes our locks away."""
+        fcntl.fcntl(self._handle, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+
     def unlink(self) -> None:
-        """No more attaching. The memory goes with its last user."""
+        """No more attaching."""
         if self.name:
             (FOLDER / self.name).unlink(missing_ok=True)
 

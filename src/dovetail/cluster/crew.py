@@ -81,23 +81,25 @@ class Crew:
         """False if it is lost by that."""
         return self._send(member, b"".join(map(wire.encode, messages)))
 
-    def say_all(self, message: Message, *, but: Member | None = None) -> None:
-        encoded = wire.encode(message)
+    def say_all(self, *messages: Message) -> None:
+        encoded = b"".join(map(wire.encode, messages))
         for member in self.joined:
-            if member is not but:
-                self._send(member, encoded)
+            self._send(member, encoded)
 
     def drop(self, member: Member) -> None:
         if member not in self.members:
             return
         self.members.remove(member)
+        self._hang_up(member)
+        if member.device >= 0:
+            self._lost(member)
+
+    def _hang_up(self, member: Member) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(member.connection)
         member.connection.close()
         if member.peer is not None:
             member.peer.close()
-        if member.device >= 0:
-            self._lost(member)
 
     def tick(self, now: float) -> None:
         for member in [m for m in self.members if m.device < 0 and now - m.since > JOINING]:
@@ -107,10 +109,10 @@ class Crew:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._listener)
         self._listener.close()
-        for member in list(self.members):
+        members, self.members = self.members, []  # nobody is lost by that
+        for member in members:
             self.say(member, Leave(reason=reason))
-        for member in list(self.members):
-            self.drop(member)
+            self._hang_up(member)
 
     # -- tensors of executors elsewhere --
 

@@ -2,9 +2,10 @@
 
 The coordinator grants jobs ahead of time. For each the executor joins the job's aggregator and hears which tasks are
 ready. Whenever it is idle it asks `planning.dispatch.pick`, the function that the simulator asks, whose task to take;
-claims one from that job's aggregator (one round trip, the only thing between two tasks); loads the job if that has not
-happened yet; runs the task in this thread; says Done. A claim that was too late costs the round trip. A job whose
-aggregator dies offers nothing until the coordinator grants its next start; a coordinator that dies changes nothing.
+takes one by a lock in the job's shared memory, so that nothing but this process stands between two tasks (an executor
+on another machine asks the aggregator, one round trip); loads the job if that has not happened yet; runs the task in
+this thread; says Done. A job whose aggregator dies offers nothing until the coordinator grants its next start; a
+coordinator that dies changes nothing.
 
 The job's code runs in this process, so nothing that it does in a task counts against the executor: whatever it raises
 is a strike for the job, what it prints goes to the job's log, and whose task runs is written down before it starts.
@@ -61,7 +62,7 @@ class Executor:
         self.device, self.node, self.emulated = device, node, kind == "emulated"
         self.guard, self.ending = guard, False
         self._key, self._opener, self._pid, self._folder = key, opener, os.getpid(), home
-        self._ended_at, self._rested_at = time.monotonic(), 0.0
+        self._ended_at, self._rested_at, self._woke_at = time.monotonic(), 0.0, 0.0
         self._streams, self._tally = Streams(), Tally()
         self._running = Running(home / "executors" / f"{device}.running")
         self._recorder = Recorder(home, device, node=node, emulated=self.emulated)
@@ -84,6 +85,8 @@ class Executor:
         try:
             while not (self.ending or tenants.closing or tenants.refused):
                 tenants.listen(0.0 if again else self._rest())
+                if not again:
+                    self._woke_at = time.monotonic()
                 again = self._dispatch()
         finally:
             tenants.close()
@@ -129,7 +132,6 @@ class Executor:
 
     def _dispatch(self) -> bool:
         """Runs the task that is to run now; whether there was one, or something else that took time."""
-        woke = time.monotonic()
         while True:
             now = time.monotonic()
             residents, guard = self._rivals()
@@ -138,32 +140,24 @@ class Executor:
                 break
             assert isinstance(chosen, Live)
             # A task that was held back could have started when we woke; any other when it was released.
-            ready = chosen.ready_at if chosen.ready_at > self._rested_at else woke
+            ready = chosen.ready_at if chosen.ready_at > self._rested_at else self._woke_at
             if chosen.runner is None:
+                self._tenants.speak()
                 self._open(chosen)
                 return True
             if chosen.assigned is None and not self._claim(chosen):
                 continue
-            self._run(chosen, max(ready, self._ended_at))
-            return True
+            self._tenants.speak()
+            if chosen.assigned is not None:  # its aggregator might just have gone
+                self._run(chosen, max(ready, self._ended_at))
+                return True
         self._rested_at = now
-        self._stand()
+        self._reserve()
+        self._tenants.speak()
         waiting = next((r for r in self._tenants.residents if r.welcome and r.runner is None and not r.failed), None)
         if waiting is not None and not self._tenants.ranks:
             self._open(waiting)
         return waiting is not None and not self._tenants.ranks
-
-    def _stand(self) -> None:
-        """Nobody else is served here: the job's next task may come with the iteration's release, without a question."""
-        if len(self._tenants.residents) != 1 or self._tenants.ranks:
-            return
-        live = self._tenants.residents[0]
-        if live.between and live.runner is not None and live.connection is not None:
-            try:
-                live.connection.send(Claim(iteration=live.iteration + 1))
-                live.claiming()
-            except Lost:
-                self._tenants.unplug(live)
 
     def _rivals(self) -> tuple[Sequence[Resident], Guard]:
         """Who competes for the device: beside a gang's rank only background jobs, and only in its gaps."""
@@ -173,9 +167,22 @@ class Executor:
         return [*self._tenants.ranks.values(), *(r for r in self._tenants.residents if r.background)], guard
 
     def _claim(self, live: Live) -> bool:
-        """Asks for the job's longest task. False if it was taken meanwhile, or the answer is not there yet."""
+        """The job's longest task is ours. False if it was taken meanwhile, or the answer is not there yet."""
+        if live.open:
+            live.lock(time.monotonic())
+            return live.assigned is not None
+        self._tenants.speak()
+        return self._ask(live)
+
+    def _reserve(self) -> None:
+        """Nobody else is served here: the job's next task may be ours before it is released."""
+        if len(self._tenants.residents) == 1 and not self._tenants.ranks:
+            self._tenants.residents[0].reserve()
+
+    def _ask(self, live: Live) -> bool:
         connection = live.connection
-        assert connection is not None
+        if connection is None:
+            return False
         try:
             connection.send(Claim(iteration=live.iteration))
             live.claiming()
@@ -214,20 +221,16 @@ class Executor:
         self._take_back()
         stop = self._ended_at = time.monotonic()
         self._running.clear()
-        reply = failure or done
-        if live.connection is not None and reply is not None:
-            try:
-                live.connection.send(reply)
-            except Lost:
-                self._tenants.unplug(live)
-        overhead = max(0.0, start - ready)
-        self._tally.stop(job, start, stop, overhead)
-        self._recorder.task(job, task.iteration, task.worker, start, stop, overhead, max(0.0, start - released))
         if done is not None:
             live.observe(profiled, stop - start)
         if live.background:
             self._filler_ended(start, stop)
-        self._tenants.read(live)
+        reply = failure or done
+        if reply is not None:
+            live.unsaid.append(reply)
+        overhead = max(0.0, start - ready)
+        self._tally.stop(job, start, stop, overhead)
+        self._recorder.task(job, task.iteration, task.worker, start, stop, overhead, max(0.0, start - released))
 
     def _take_back(self) -> None:
         """What the job's code may have changed of the process: streams, folder, alarms that would ring in others."""

@@ -22,7 +22,7 @@ from dovetail.core.store import write_text
 
 VARIABLE = "DOVETAIL_HOME"
 SHARED_MEMORY = Path("/dev/shm")
-_FLOCK = struct.Struct("@hhqqi4x")  # Linux's struct flock: type, whence, start, length, process
+FLOCK = struct.Struct("@hhqqi4x")  # Linux's struct flock: type, whence, start, length, process
 
 
 def default_home() -> Path:
@@ -174,8 +174,8 @@ class Home:
         except OSError:
             return None
         try:  # asks who would be in the way; taking the lock to see would be in the way itself
-            asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+            asked = FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
         finally:
             os.close(handle)
         return None if kind == fcntl.F_UNLCK else int(pid)

@@ -1,29 +1,28 @@
 """The tasks of one iteration: which are ready, who runs which, what each is predicted to take. Pure bookkeeping.
 
-A task is handed out with a claim's number. When its holder is lost it is ready again, and what the holder may still
-say about it no longer counts.
+A task is offered under a number, and whoever locks the number has it (see `arena`). When its holder is lost it is
+offered again under a new one, and what the holder may still say about it no longer counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dovetail.planning.dispatch import SMOOTHING
 
 from .division import Division
-from .messages import Done, Released, Task, TaskFailed
+from .messages import Done, Offered, Released, Task, TaskFailed, Took
 
 
 @dataclass(frozen=True)
 class Held:
-    """A task that runs."""
+    """A task that somebody has."""
 
     worker: int
-    claim: int
     since: float
-    until: float
-    """When it is predicted to have ended."""
+    seconds: float
+    """What it is predicted to take."""
 
 
 class Iteration:
@@ -32,29 +31,28 @@ class Iteration:
     def __init__(self, division: Division) -> None:
         self._division = division
         self._learnt: dict[tuple[int, int], float] = {}
-        self._claims = 0
+        self._offers = 0
         self.number = -1
         self.depths: tuple[int, ...] = ()
         """Of each worker, in segments."""
-        self.ready: list[int] = []
-        """Workers whose tasks nobody has, the longest last."""
+        self.ready: list[Task] = []
+        """What nobody has, as far as we know, the longest last."""
         self.held: dict[Hashable, Held] = {}
         self.done: dict[int, Done] = {}
         self.released = 0.0
+        self.first = 1
+        """The smallest number under which a task of this iteration was offered."""
 
     @property
     def complete(self) -> bool:
         return self.number >= 0 and len(self.done) == len(self._division.batches)
 
-    @property
-    def begun(self) -> bool:
-        return bool(self.held or self.done)
-
-    def release(self, number: int, depths: Sequence[int], now: float) -> None:
+    def prepare(self, number: int, depths: Sequence[int]) -> None:
+        """The next one: its tasks are known."""
         assert not self.held, "a barrier comes between"
-        self.number, self.depths, self.released = number, tuple(depths), now
+        self.number, self.depths, self.first = number, tuple(depths), self._offers + 1
         self.done = {}
-        self.ready = sorted(range(len(depths)), key=self._order)
+        self.ready = self._offered(range(len(depths)))
 
     def predicted(self, worker: int) -> float:
         """Seconds; 0 while nothing is known."""
@@ -64,23 +62,26 @@ class Iteration:
             return known
         return self._division.seconds(worker, depth) if self._division.timed else 0.0
 
-    def claim(self, holder: Hashable, now: float) -> Task | None:
-        """The longest ready task. A holder that asks again has given up what it had."""
-        self.lose(holder)
-        if not self.ready:
-            return None
-        worker = self.ready.pop()
-        self._claims += 1
-        seconds = self.predicted(worker)
-        self.held[holder] = Held(worker, self._claims, now, now + seconds)
-        return Task(
-            iteration=self.number,
-            worker=worker,
-            depth=self._depth(worker),
-            samples=self._division.samples(worker),
-            seconds=seconds,
-            claim=self._claims,
-        )
+    def took(self, holder: Hashable, said: Took, now: float) -> bool:
+        """Whether the holder has it now: it may have locked a number that counts no more."""
+        for task in self.ready:
+            if (task.iteration, task.worker, task.claim) == (said.iteration, said.worker, said.claim):
+                self._hold(holder, task, now)
+                return True
+        return False
+
+    def claim(self, holder: Hashable, now: float, lock: Callable[[Task], bool]) -> Task | None:
+        """The longest ready task that can be locked for the holder."""
+        for task in reversed(self.ready):
+            if lock(task):
+                self._hold(holder, task, now)
+                return task
+        return None
+
+    def _hold(self, holder: Hashable, task: Task, now: float) -> None:
+        assert holder not in self.held, "one at a time"
+        self.ready.remove(task)
+        self.held[holder] = Held(task.worker, now, task.seconds)
 
     def has(self, holder: Hashable, said: Done | TaskFailed) -> bool:
         """Whether the holder has the task that it speaks of."""
@@ -99,37 +100,51 @@ class Iteration:
         self._learnt[key] = before + SMOOTHING * (seconds - before)
         return True
 
-    def lose(self, holder: Hashable) -> int | None:
-        """The holder is gone: the worker whose task is ready again, if it had one."""
+    def lose(self, holder: Hashable) -> None:
+        """The holder is gone, or has given up what it had: that is ready again.
+
+        It may have locked another number and not lived to say so: whatever is ready gets a new one.
+        """
         held = self.held.pop(holder, None)
-        if held is None:
-            return None
-        self.ready = sorted([*self.ready, held.worker], key=self._order)
-        return held.worker
+        self.ready = self._offered([*(task.worker for task in self.ready), *([held.worker] if held else [])])
 
     def overdue(self, now: float, limit: float) -> list[Hashable]:
         """Holders whose tasks have been running for longer than that."""
-        return [holder for holder, held in self.held.items() if now - held.since > limit]
+        return [holder for holder, held in self.held.items() if now - self._began(held) > limit]
 
     def until(self, now: float) -> float:
         """When all that run are predicted to have ended."""
-        return max((held.until for held in self.held.values()), default=now)
+        return max((self._began(held) + held.seconds for held in self.held.values()), default=now)
 
-    def left(self) -> Released:
+    def _began(self, held: Held) -> float:
+        return max(held.since, self.released)
+
+    def offered(self) -> Offered:
         """What nobody has taken."""
-        return Released(
-            iteration=self.number,
-            workers=tuple(self.ready),
-            seconds=tuple(self.predicted(worker) for worker in self.ready),
-            depths=tuple(self._depth(worker) for worker in self.ready),
-            at=self.released,
-            width=len(self.depths),
-            until=self.until(0.0),
-        )
+        return Offered(iteration=self.number, tasks=tuple(self.ready), width=len(self.depths))
 
-    def _depth(self, worker: int) -> int:
+    def release(self, now: float) -> None:
+        """Its tasks may start; those that are taken do."""
+        self.released = now
+
+    def going(self) -> Released:
+        gone = tuple(held.worker for held in self.held.values())
+        return Released(iteration=self.number, at=self.released, gone=gone, until=self.until(0.0))
+
+    def _offered(self, workers: Iterable[int]) -> list[Task]:
+        return [self._offer(worker) for worker in sorted(workers, key=self._order)]
+
+    def _offer(self, worker: int) -> Task:
+        self._offers += 1
         depth = self.depths[worker]
-        return 0 if depth == self._division.segments else depth
+        return Task(
+            iteration=self.number,
+            worker=worker,
+            depth=0 if depth == self._division.segments else depth,
+            samples=self._division.samples(worker),
+            seconds=self.predicted(worker),
+            claim=self._offers,
+        )
 
     def _order(self, worker: int) -> tuple[float, int, int, int]:
         """Longest last; where nothing is known, by depth and samples; then the first worker first."""

@@ -1,7 +1,7 @@
 """What the processes of a cluster say to each other. Small and frequent; tensors never travel here.
 
 Three conversations. The coordinator grants devices to jobs and takes them back (with executors), and starts, watches
-and stops jobs (with aggregators). An executor asks an aggregator for tasks: that is the only one on a task's path.
+and stops jobs (with aggregators). An aggregator offers tasks to executors, and they take them.
 A job's *epoch* counts its starts; whoever belongs to an earlier one is told to leave.
 """
 
@@ -204,55 +204,71 @@ class Welcome(Message, frozen=True):
     """What an arena of the executor's own is to be like then (`Arena.apart`)."""
 
 
-class Released(Message, frozen=True):
-    """The tasks of an iteration are ready. Repeated to an executor that joins in the middle, with what is left."""
-
-    iteration: int
-    workers: tuple[int, ...]
-    """Whose tasks nobody has taken."""
-    seconds: tuple[float, ...]
-    """For each of them, what it is predicted to take; longest last. 0 where nothing is known yet."""
-    depths: tuple[int, ...] = ()
-    """For each of them, its `Task.depth`; empty where all are full. An executor learns seconds by depth."""
-    at: float = 0.0
-    """time.monotonic() of the aggregator's machine when the iteration's first task became ready; 0 if not said."""
-    width: int = 0
-    """Tasks of the iteration, with those that are taken; 0 if not said."""
-    until: float = 0.0
-    """When all that run are predicted to end; 0 if none does."""
-
-
-class Claim(Message, frozen=True):
-    """An idle executor asks for the job's longest ready task."""
-
-    iteration: int
-    """That it has heard of. The one after that, from an executor that serves nobody else: answered at its release."""
-
-
 class Task(Message, frozen=True):
-    """The answer: worker -1 if there is none left."""
+    """One worker's part of an iteration. As the answer to a Claim: worker -1 if there is none left."""
 
     iteration: int
     worker: int = -1
     depth: int = 0
-    """How many of the last segments get a backward pass; 0 for all."""
+    """How many of the last segments get a backward pass; 0 for all. An executor learns seconds by depth."""
     samples: tuple[int, int] = (0, 0)
     """[start, stop) in the iteration's global batch."""
-    measure: bool = False
-    """Whether the guard wants the norms of this task's gradients."""
     seconds: float = 0.0
-    """What it is predicted to take; an emulated device takes just that."""
+    """What it is predicted to take, 0 where nothing is known yet; an emulated device takes just that."""
     claim: int = 0
-    """Counts the job's claims. A task that was given to another executor meanwhile has a newer one."""
+    """Counts the job's offers: who locks this number has the task (see `arena`). 0: it must be asked for."""
     fresh: bool = False
     """Over a tensor channel: parameters and buffers come first, since the executor's are of an earlier iteration."""
 
 
-class Taken(Message, frozen=True):
-    """To the job's other executors: this worker's task is gone; all that run are predicted to end at `until`."""
+class Offered(Message, frozen=True):
+    """The tasks of an iteration, as soon as they are known: to be taken at once, to be started when it is Released.
+
+    Repeated, with what is left, to an executor that joins in the middle, and to all when one is lost.
+    """
+
+    iteration: int
+    tasks: tuple[Task, ...]
+    """That nobody has taken, the longest last."""
+    width: int = 0
+    """Tasks of the iteration, with those that are taken; 0 if not said."""
+
+
+class Released(Message, frozen=True):
+    """What was offered may start."""
+
+    iteration: int
+    at: float = 0.0
+    """time.monotonic() of the aggregator's machine when the iteration's first task became ready; 0 if not said."""
+    gone: tuple[int, ...] = ()
+    """Workers whose tasks were taken before."""
+    until: float = 0.0
+    """When all that run are predicted to end; 0 if none does."""
+
+
+class Took(Message, frozen=True):
+    """An executor that shares the job's memory has taken a task. Needs no answer."""
 
     iteration: int
     worker: int
+    claim: int
+
+
+class Claim(Message, frozen=True):
+    """An idle executor that does not share the job's memory asks for the longest ready task."""
+
+    iteration: int
+    """That it has heard of."""
+
+
+class Taken(Message, frozen=True):
+    """To the job's executors: these workers' tasks are gone; all that run are predicted to end at `until`.
+
+    Said when nothing is left: until then, who believes that a gone one is there finds out when it wants it.
+    """
+
+    iteration: int
+    workers: tuple[int, ...]
     until: float
     """time.monotonic() of the aggregator's machine."""
     at: float = 0.0
@@ -334,6 +350,6 @@ class Shutdown(Message, frozen=True):
 
 AnyMessage = (
     Hello | Grant | Revoke | StartRank | RankEnded | Beat | Described | Progress | Finished | Failed | Stop | Refused
-    | Join | Welcome | Released | Claim | Task | Taken | Barrier | Done | TaskFailed | Leave
+    | Join | Welcome | Offered | Released | Took | Claim | Task | Taken | Barrier | Done | TaskFailed | Leave
     | Start | Kill | Alive | Exited | Shutdown
 )  # fmt: skip

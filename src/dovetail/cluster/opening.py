@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 class Runs(Protocol):
     """A job that is loaded."""
 
+    def claim(self, task: Task) -> bool:
+        """Whether it is ours, of all that share the job's memory. `forget` lets go of all smaller numbers."""
+        ...
+
+    def forget(self, number: int) -> None: ...
+
     def run(self, task: Task) -> Done | None:
         """Runs it; None where nobody wants the result any more."""
         ...
@@ -44,6 +50,14 @@ class Loaded:
         self._channel, self._file = channel, file
         self._settings = (*_settings()[:-1], 1)
 
+    def claim(self, task: Task) -> bool:
+        assert self._runner is not None, "closed"
+        return self._runner.arena.claim(task.worker, task.claim)
+
+    def forget(self, number: int) -> None:
+        assert self._runner is not None, "closed"
+        self._runner.arena.forget(number)
+
     def run(self, task: Task) -> Done | None:
         from .task import Stale
 
@@ -60,6 +74,8 @@ class Loaded:
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
+        if self._runner is not None:
+            self._runner.arena.close()
         self._runner = self._channel = None
         _forget(self._file)
         give_back()

@@ -1,20 +1,22 @@
 """A job on this device, as its aggregator's messages tell of it: a `planning.dispatch.Resident` that lives.
 
-Released makes tasks ready, Taken and the answers to our own Claims take them away, Barrier says when the next ones
-will come. `pick` then decides as it does in the simulator. What a live job adds: its aggregator may be away, its
-clock another machine's, its predictions missing or late, and an answer to a Claim may take its time.
+Offered tells of an iteration's tasks and Released lets them start; Taken and what we take ourselves make them fewer;
+Barrier says when the next ones will come. `pick` then decides as it does in the simulator. What a live job adds: its
+aggregator may be away, its clock another machine's, its predictions missing or late, a task may be gone before we hear
+of it, and an answer may take its time.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import dataclass, field
 
 from dovetail.core.job import Shape
 from dovetail.planning.dispatch import Resident
 
 from .gaps import PATIENCE, TOLERANCE, Filled, Promise
-from .messages import Barrier, Grant, Message, Released, Taken, Task, Welcome
+from .messages import Barrier, Grant, Message, Offered, Released, Taken, Task, Took, Welcome
 from .opening import Runs
 from .output import Log
 from .wire import Connection
@@ -22,6 +24,17 @@ from .wire import Connection
 UNKNOWN = 1e-9
 """Seconds of a task that nobody has seen yet, for want of better: it may run once anywhere."""
 _keys = itertools.count()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An iteration's tasks as this device would take them."""
+
+    iteration: int = -1
+    tasks: dict[int, Task] = field(default_factory=dict)
+    """By worker, the one to take first last."""
+    shape: Shape = field(default_factory=lambda: empty_shape())
+    width: int = 1
 
 
 class Live(Resident):
@@ -56,14 +69,21 @@ class Live(Resident):
         self.connection: Connection | None = None
         self.welcome: Welcome | None = None
         self.iteration = -1
+        self.unsaid: list[Message] = []
+        """What the aggregator is to hear, soon (`Tenants.speak`)."""
         self.claimed = False
         """An answer to a Claim is due."""
         self.assigned: Task | None = None
         """A task that is ours and has not begun."""
+        self.reserved: Task | None = None
+        """One of the next iteration, which begins with its release."""
         self.failed = False
         """Its code cannot be loaded here; only another start can change that."""
         self.retry_at, self._pause = time.monotonic() + self._pause, min(2.0, max(0.1, 2 * self._pause))
         self._queue: list[int] = []
+        self._offer, self._tried = Offer(), True
+        self._tasks: dict[int, Task] = {}
+        self._locked = False
         self._offset = float("inf")  # what to add to another machine's clock
         self._off_device, self._joined_at = 0.0, time.monotonic()
         self.ready_at = 0.0
@@ -90,9 +110,11 @@ class Live(Resident):
     def hear(self, message: Message, now: float) -> None:
         if isinstance(message, Released):
             self._released(message, now)
+        elif isinstance(message, Offered):
+            self._offer = self._offered(message)
         elif isinstance(message, Taken):
             if message.iteration == self.iteration:
-                self._gone(message.worker, self._past(message.at, now))
+                self._gone(message.workers, self._past(message.at, now))
                 self.eta = self._coming(message.until, now)
         elif isinstance(message, Barrier):
             if message.iteration == self.iteration:
@@ -107,6 +129,21 @@ class Live(Resident):
             self.welcome, self._pause, self._joined_at = message, 0.0, now
         self._show()
 
+    def _offered(self, message: Offered) -> Offer:
+        """Longest last; among equals every device begins with another, so that they rarely want the same."""
+        width = max(1, message.width, len(message.tasks))
+        queue = sorted(message.tasks, key=lambda t: (*_length(t), -((t.worker - self.devices[0]) % width)))
+        self._tried = False
+        if self._locked and message.tasks and message.iteration > max(self.iteration, self._offer.iteration):
+            assert self.runner is not None
+            self.runner.forget(min(task.claim for task in message.tasks))  # the iteration before is over
+            self._locked = False
+        seconds = [UNKNOWN] * (1 + max((task.worker for task in queue), default=-1))
+        for task in queue:
+            seconds[task.worker] = self._profiled(task.depth, task.seconds)
+        shape = _shape(tuple(seconds), self._off_device)
+        return Offer(message.iteration, {task.worker: task for task in queue}, shape, width)
+
     def _released(self, message: Released, now: float) -> None:
         again = message.iteration == self.iteration  # somebody who had a task is lost
         at = now if again else max(self._joined_at, self._past(message.at, now))
@@ -115,17 +152,18 @@ class Live(Resident):
             self.promise.since = at
         if not again:
             self.released_at = self._past(message.at, now)
-        self.iteration, self._queue = message.iteration, list(message.workers)
-        width = max(message.width, len(message.workers))
-        if self.promise is not None and width > self._width:
+        offer = self._offer
+        assert offer.iteration == message.iteration, "it was offered before"
+        self.iteration = message.iteration
+        self.assigned, self.reserved = self.reserved or self.assigned, None
+        own = self.assigned.worker if self.assigned is not None else -1
+        self._tasks = offer.tasks
+        self._queue = [worker for worker in offer.tasks if worker not in message.gone and worker != own]
+        if self.promise is not None and offer.width > self._width:
             # Whichever device is late, the whole iteration is: each has its share of what the job accepts.
-            self._width = width
+            self._width = offer.width
             self.promise.bound = self.grant.bound / self._width
-        depths = message.depths or (0,) * len(message.workers)
-        tasks = [UNKNOWN] * (1 + max(message.workers, default=-1))
-        for worker, depth, seconds in zip(message.workers, depths, message.seconds, strict=False):
-            tasks[worker] = self._profiled(depth, seconds)
-        self.shape, self.stage = _shape(tuple(tasks), self._off_device), 0
+        self.shape, self.stage = offer.shape, 0
         eta = max(at, self._coming(message.until, now)) if message.until else at
         self.left, self.eta, self.next_release = max(1, len(self._queue)), eta, 0.0
         self.ready_at = at
@@ -152,12 +190,41 @@ class Live(Resident):
             return theirs
         return theirs + self._offset if self._offset < float("inf") else now
 
-    # -- our own Claims --
+    # -- what we take --
 
     @property
-    def between(self) -> bool:
-        """Whether an iteration is over and the next one not released: nothing to ask for but that one's tasks."""
-        return self.iteration >= 0 and not self.left and not self.claimed and self.assigned is None
+    def open(self) -> bool:
+        """Whether there may be a task that can be taken without a question."""
+        return bool(self._queue) and self._shares(self._tasks[self._queue[-1]])
+
+    def _shares(self, task: Task) -> bool:
+        return bool(task.claim and self.runner is not None and self.welcome is not None and self.welcome.memory)
+
+    def lock(self, now: float) -> None:
+        """Takes the longest task, if there is one: what others have meanwhile is found out on the way."""
+        while self.open:
+            task = self._tasks[self._queue[-1]]
+            if self._ours(task):
+                self.answered(task, now)
+                return
+            self._gone((task.worker,), now)
+        self._show()
+
+    def reserve(self) -> None:
+        """Takes the longest task of an iteration that is not released yet: only where nobody else is served."""
+        if self._tried or self.left or self.claimed or self.assigned is not None or self.reserved is not None:
+            return
+        self._tried = True
+        tasks = reversed(self._offer.tasks.values())
+        self.reserved = next((task for task in tasks if self._shares(task) and self._ours(task)), None)
+
+    def _ours(self, task: Task) -> bool:
+        assert self.runner is not None
+        if not self.runner.claim(task):
+            return False
+        self._locked = True
+        self.unsaid.append(Took(iteration=task.iteration, worker=task.worker, claim=task.claim))
+        return True
 
     def claiming(self) -> None:
         """A Claim is on its way: until it is answered nothing more is asked for."""
@@ -168,7 +235,7 @@ class Live(Resident):
         """The task is ours, or there was none left."""
         self.claimed = False
         if task.worker >= 0:
-            self._gone(task.worker, now)
+            self._gone((task.worker,), now)
             self.assigned = task
         elif task.iteration == self.iteration:
             self._count(now)
@@ -185,11 +252,10 @@ class Live(Resident):
         self._show()
         return task, profiled
 
-    def _gone(self, worker: int, at: float) -> None:
-        """Somebody has the task."""
+    def _gone(self, workers: tuple[int, ...], at: float) -> None:
+        """Somebody has these tasks."""
         self._count(at)
-        if worker in self._queue:
-            self._queue.remove(worker)
+        self._queue = [worker for worker in self._queue if worker not in workers]
 
     def _count(self, at: float) -> None:
         """Where tasks were ready since `ready_at`: whatever a filler took of the time until `at` was this job's."""
@@ -229,6 +295,11 @@ class Live(Resident):
         if self.promise is not None:
             return self.promise.allows(now, seconds, room)
         return seconds - 1e-9 <= room
+
+
+def _length(task: Task) -> tuple[float, bool, int, int]:
+    """By what is predicted; where nothing is known yet, by depth and samples."""
+    return task.seconds, not task.depth, task.depth, task.samples[1] - task.samples[0]
 
 
 def empty_shape() -> Shape:

@@ -108,7 +108,7 @@ class Runner:
 
     def _hand_over(self, task: Task) -> None:
         """Gradients of what the task's depth reaches, and a byte for each that says whether there is one."""
-        if self.arena.name and task.claim and int(self.arena.words[task.worker]) != task.claim:
+        if self.arena.name and task.claim and not self.arena.current(task.worker, task.claim):
             raise Stale
         area, gradients = self._areas[task.worker], [leaf.tensor.grad for leaf in self.arena.leaves]
         first = self.arena.layout.segments - (task.depth or self.arena.layout.segments)

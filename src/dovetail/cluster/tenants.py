@@ -6,7 +6,6 @@ selector waits for all of them. What is ready and who may go first is then in `r
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import time
 from collections.abc import Callable
@@ -35,6 +34,9 @@ from .recorder import Recorder
 from .residents import Live
 from .tally import Tally
 from .wire import Connection, Lost
+
+STUCK = 1.0
+"""Seconds after which an aggregator that does not read counts as lost: nothing we say is long."""
 
 
 class Tenants:
@@ -154,6 +156,20 @@ class Tenants:
         elif live.connection is not None:
             live.hear(message, now)
 
+    def speak(self) -> None:
+        """Says what aggregators are to hear. Whom it wakes may want this core at once: first the next task is ours."""
+        for live in self.residents:
+            if live.unsaid:
+                self._speak(live)
+
+    def _speak(self, live: Live) -> None:
+        unsaid, live.unsaid = live.unsaid, []
+        if live.connection is not None:
+            try:
+                live.connection.send(*unsaid, timeout=STUCK)
+            except Lost:
+                self.unplug(live)
+
     # -- grants --
 
     def _granted(self, grant: Grant) -> None:
@@ -192,9 +208,8 @@ class Tenants:
             self.link.settled(revoke.job)
 
     def _let_go(self, live: Live) -> None:
-        if live.connection is not None:
-            with contextlib.suppress(Lost):
-                live.connection.send(Leave(reason="the device was taken back"), timeout=1.0)
+        live.unsaid.append(Leave(reason="the device was taken back"))
+        self._speak(live)
         self.unplug(live, drop=True)
         if live.log is not None:
             live.log.close()

@@ -15,7 +15,7 @@ from .messages import AnyMessage, Message
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 1 << 20
 """No message comes near it: more is a stranger or a mistake."""
-_MOST_READ = 1 << 16
+_MOST_READ = 1 << 13  # bytes
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -30,7 +30,7 @@ def encode(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode(body: bytes) -> Message:
+def decode(body: bytes | memoryview) -> Message:
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as e:
@@ -48,7 +48,9 @@ class Connection:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
-        self._buffer = bytearray()
+        self._heard: list[Message] = []
+        self._rest = b""  # of a message that has not come as a whole
+        self._nonsense = ""  # nothing that comes behind it is understood
 
     @classmethod
     def to(cls, address: tuple[str, int], *, timeout: float = 10.0) -> Connection:
@@ -61,9 +63,9 @@ class Connection:
     def close(self) -> None:
         self.socket.close()
 
-    def send(self, message: Message, *, timeout: float = 30.0) -> None:
-        """Returns when the kernel has it. A peer that does not read for `timeout` seconds is lost."""
-        self.send_encoded(encode(message), timeout=timeout)
+    def send(self, *messages: Message, timeout: float = 30.0) -> None:
+        """Returns when the kernel has them. A peer that does not read for `timeout` seconds is lost."""
+        self.send_encoded(b"".join(map(encode, messages)), timeout=timeout)
 
     def send_encoded(self, data: bytes, *, timeout: float) -> None:
         deadline = 0.0
@@ -87,10 +89,7 @@ class Connection:
     def receive(self, *, timeout: float) -> Message | None:
         """The next message, None if none came in time."""
         deadline = 0.0
-        while True:
-            message = self._take()
-            if message is not None:
-                return message
+        while not self._heard:
             if self._read():
                 continue
             if timeout <= 0:
@@ -98,25 +97,23 @@ class Connection:
             deadline = deadline or time.monotonic() + timeout
             if not self._wait(select.POLLIN, deadline):
                 return None
+        return self._heard.pop(0)
 
     def waiting(self) -> list[Message]:
         """Everything that has arrived, without waiting for more. The last words of one who is gone are heard first."""
-        found: list[Message] = []
-        more = True
         try:
-            while True:
-                while (message := self._take()) is not None:
-                    found.append(message)
-                if not more:
-                    break
-                more = self._read() == _MOST_READ
+            while self._read() == _MOST_READ:
+                pass
         except Lost:
-            if not found:
+            if not self._heard:
                 raise
-        return found
+        heard, self._heard = self._heard, []
+        return heard
 
     def _read(self) -> int:
-        """Bytes that had come; 0 if none had."""
+        """Takes in what has come, up to a limit: how many bytes that was."""
+        if self._nonsense:
+            raise Lost(self._nonsense)
         try:
             data = self.socket.recv(_MOST_READ)
         except BlockingIOError:
@@ -125,8 +122,26 @@ class Connection:
             raise Lost(str(e)) from None
         if not data:
             raise Lost("closed by the other side")
-        self._buffer += data
+        try:
+            self._understand(data)
+        except Lost as e:
+            self._nonsense = str(e)
+            raise
         return len(data)
+
+    def _understand(self, data: bytes) -> None:
+        whole = self._rest + data if self._rest else data
+        at, view = 0, memoryview(whole)
+        while len(whole) - at >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(whole, at)
+            if size > MOST_BYTES:
+                raise Lost(f"a message of {size} bytes")
+            stop = at + _LENGTH.size + size
+            if len(whole) < stop:
+                break
+            self._heard.append(decode(view[at + _LENGTH.size : stop]))
+            at = stop
+        self._rest = whole[at:]
 
     def _wait(self, event: int, deadline: float) -> bool:
         """Whether it can go on before the deadline."""
@@ -139,19 +154,6 @@ class Connection:
             return bool(poll.poll(left * 1e3))
         except (OSError, ValueError) as e:  # closed meanwhile, by another thread
             raise Lost(str(e)) from None
-
-    def _take(self) -> Message | None:
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (size,) = _LENGTH.unpack_from(self._buffer)
-        if size > MOST_BYTES:
-            raise Lost(f"a message of {size} bytes")
-        stop = _LENGTH.size + size
-        if len(self._buffer) < stop:
-            return None
-        body = bytes(self._buffer[_LENGTH.size : stop])
-        del self._buffer[:stop]
-        return decode(body)
 
 
 async def read(reader: asyncio.StreamReader) -> Message:
