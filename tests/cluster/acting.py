@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dovetail.cluster import messages as m
+from dovetail.cluster import recorder
 from dovetail.cluster.wire import Connection, Lost
 from dovetail.simulate.launch import held_port
 
@@ -149,8 +150,10 @@ class Aggregator(Server):
             connection.send(m.Welcome(memory=f"arena of {self.job}"))
             connection.send(self._offered(), *([] if self._waiting else [self._released()]))
         elif isinstance(message, m.Took):
-            task = self.offered[message.worker]
-            if (message.iteration, message.claim) == (task.iteration, task.claim):
+            task = self.offered.get(message.worker)
+            if task is None:
+                self.given_up(connection)
+            elif (message.iteration, message.claim) == (task.iteration, task.claim):
                 self.queue.remove(message.worker)
                 self.out[message.worker] = connection
         elif isinstance(message, m.Claim):
@@ -165,13 +168,16 @@ class Aggregator(Server):
     def lost(self, connection: Connection) -> None:
         if connection in self.joined:
             self.joined.remove(connection)
+        self.given_up(connection)
+
+    def given_up(self, connection: Connection) -> None:
         back = [worker for worker, holder in self.out.items() if holder is connection]
         for worker in back:
             del self.out[worker]
             self.queue.append(worker)
         self.queue.sort(key=lambda w: self.acted.seconds[w])
         if back and self.joined:
-            self.say(self._offered(), self._released())
+            self.say(self._offered(), *([] if self._waiting else [self._released()]))
 
     def tick(self, now: float) -> None:
         if self._waiting and self.joined and not self.hold and now >= self.next_release:
@@ -341,6 +347,12 @@ def wait(condition: Callable[[], Any], what: str, *, timeout: float = 30.0) -> N
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout} s"
         time.sleep(0.002)
+
+
+def ran(at: Stage, count: int) -> list[recorder.Ran]:
+    """The recorded tasks, once there are so many."""
+    wait(lambda: len(recorder.ran(at.home)) >= count, f"{count} recorded tasks")
+    return recorder.ran(at.home)
 
 
 class Player:

@@ -12,15 +12,9 @@ import pytest
 from dovetail.cluster import messages as m
 from dovetail.cluster import recorder
 from dovetail.cluster.tally import blamed
-from tests.cluster.acting import Acted, Head, Stage, stage, wait
+from tests.cluster.acting import Acted, Head, ran, stage, wait
 
 SHORT = Acted(iterations=1, seconds=(0.005,))
-
-
-def ran(at: Stage, count: int) -> list[recorder.Ran]:
-    """The recorded tasks, once there are so many."""
-    wait(lambda: len(recorder.ran(at.home)) >= count, f"{count} recorded tasks")
-    return recorder.ran(at.home)
 
 
 def test_one_task_at_a_time_by_rank_and_longest_first(tmp_path: Path) -> None:
@@ -237,76 +231,6 @@ def test_a_cpu_device_stays_on_its_core(tmp_path: Path) -> None:
         assert not at.head.all(m.Hello)[0].emulated
         ran(at, 1)
         assert not recorder.timeline(at.home).emulated
-
-
-def test_a_job_alone_on_a_device_is_taken_before_its_release_and_started_after_it(tmp_path: Path) -> None:
-    with stage(tmp_path) as at:
-        at.executor()
-        alone = at.aggregator("1", Acted(iterations=5, seconds=(0.005, 0.01), off_device=0.05, shares=True))
-        at.grant(alone)
-        assert alone.finished.wait(20)
-        found = ran(at, 10)
-        assert [(t.iteration, t.worker) for t in found] == [(i, w) for i in range(5) for w in (1, 0)]
-        assert not alone.all(m.Claim), "nobody asks for what can be taken"
-        assert all(line.waited >= 0 for line in found)
-        took = {(t.iteration, t.worker): at for at, t in alone.log if isinstance(t, m.Took)}
-        assert len(took) == 10
-        for i in range(1, 5):  # the first may be heard of with its release
-            assert took[i, 1] < alone.released_at[i] < took[i, 0]
-        lines = [line for line in recorder.lines(at.home) if isinstance(line, recorder.Ran)]  # on the machine's clock
-        assert all(line.start >= alone.released_at[line.iteration] for line in lines)
-        wait((at.home / "jobs" / "1" / "forgotten").exists, "letting go of old tasks")
-
-
-def test_among_others_nothing_is_taken_before_its_time(tmp_path: Path) -> None:
-    with stage(tmp_path) as at:
-        at.executor()
-        both = [at.aggregator(str(i), Acted(iterations=5, off_device=0.02, hold=True, shares=True)) for i in (2, 3)]
-        for order, aggregator in enumerate(both):
-            at.grant(aggregator, order=order)
-        wait(lambda: all(aggregator.joined for aggregator in both), "both joined")
-        for aggregator in both:
-            aggregator.hold = False
-        assert all(aggregator.finished.wait(20) for aggregator in both)
-        for aggregator in both:
-            times = {t.iteration: when for when, t in aggregator.log if isinstance(t, m.Took)}
-            assert all(times[i] >= aggregator.released_at[i] for i in range(5))
-
-
-def test_what_somebody_else_has_is_passed_over_without_a_word_and_the_next_job_has_its_turn(tmp_path: Path) -> None:
-    with stage(tmp_path) as at:
-        at.executor()
-        code = "import time\nwhile not (player.folder / 'go').exists(): time.sleep(0.01)"
-        busy = at.aggregator("1", Acted(iterations=1, seconds=(0.01,), hold=True, shares=True), code=code)
-        half = at.aggregator("2", Acted(iterations=1, seconds=(0.001, 0.002, 0.003), hold=True, shares=True))
-        other = at.aggregator("3", Acted(iterations=1, hold=True, shares=True))
-        for order, aggregator in enumerate((busy, half, other)):
-            at.grant(aggregator, order=order)
-        wait(lambda: busy.joined and half.joined and other.joined, "all joined")
-        busy.hold = False
-        wait(lambda: busy.out, "the first task")
-        half.hold = other.hold = False
-        wait(lambda: half.releases and other.releases, "both ready while the device is busy")
-        for gone in (half.offered[2], half.offered[0]):
-            (at.home / "jobs" / "2" / f"gone {gone.claim}").touch()
-        (at.home / "jobs" / "1" / "go").touch()
-        assert other.finished.wait(20)
-        assert [(t.job, t.worker) for t in ran(at, 3)] == [("1", 0), ("2", 1), ("3", 0)]
-        assert [t.worker for t in half.all(m.Took)] == [1]
-
-
-def test_a_task_that_has_ended_counts_when_its_device_is_taken_back_at_that_moment(tmp_path: Path) -> None:
-    """What was not said yet is said before Leave."""
-    with stage(tmp_path) as at:
-        at.executor()
-        code = "import time\nwhile not (player.folder / 'go').exists(): time.sleep(0.01)"
-        job = at.aggregator("1", Acted(iterations=1, seconds=(0.01,), shares=True), code=code)
-        at.grant(job)
-        wait(lambda: job.out, "the task")
-        at.head.say(m.Revoke(job="1", epoch=1))  # heard when the task has ended, before anything is said
-        (at.home / "jobs" / "1" / "go").touch()
-        wait(lambda: job.all(m.Leave), "leaving")
-        assert [type(message) for _, message in job.log[-2:]] == [m.Done, m.Leave]
 
 
 def test_overhead_is_recorded_for_every_task_and_its_median_is_in_the_beats(tmp_path: Path) -> None:

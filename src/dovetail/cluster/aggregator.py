@@ -27,21 +27,8 @@ from . import checkpoint, jobs
 from .crew import Crew, Member
 from .home import arena_name
 from .iteration import Iteration
-from .messages import (
-    Barrier,
-    Claim,
-    Done,
-    Failed,
-    Finished,
-    Message,
-    Progress,
-    Refused,
-    Stop,
-    Taken,
-    Task,
-    TaskFailed,
-    Took,
-)
+from .messages import Barrier, Failed, Finished, Message, Progress, Refused, Stop, TaskFailed
+from .offers import Offers
 from .parts import JobError
 from .reporting import Reporter, hello_of, local_host
 from .starting import ToLog, alone, limited, newest, submission
@@ -63,8 +50,6 @@ FAREWELL = 600.0
 """Seconds for which an aggregator that is done waits for the coordinator to hear of it."""
 ANSWER = 5.0
 """Seconds for which it then waits for the coordinator to hang up."""
-DEAF, MOST_DEAF = 0.01, 0.001
-"""For how long it does not listen after a release: a share of the shortest task, and seconds at most."""
 TURN = 0.5
 """Longest wait in the loop, in seconds."""
 
@@ -133,6 +118,7 @@ class Aggregator:
             state = newest(self.folder)
             training = Training(self.spec, arena_name(self.home, self.job, self.epoch), state)
         self.iteration = Iteration(training.division)
+        self.offers = Offers(self.iteration, training.arena, self.crew)
         self.training = training
         self.losses = checkpoint.Losses(self.folder, training.iteration)
         self.writer = checkpoint.Writer(self.folder)
@@ -140,14 +126,14 @@ class Aggregator:
         self.written_at, self.complaint = time.monotonic(), ""
         self.loss = self.losses.last
         self.release_at: float | None = time.monotonic()
-        self.barrier_at = self.progress_at = self.look_at = self.offered_at = 0.0
+        self.barrier_at = self.progress_at = self.look_at = 0.0
         self.off_device, self.iteration_seconds = self.spec.off_device, 0.0
         begun = f"goes on from iteration {training.iteration}" if state is not None else "begins"
         log.info("%s: start %d %s, %d iterations", self.spec.name, self.epoch, begun, self.spec.steps)
         self.reporter.must_know(
             msgspec.structs.replace(training.described(self.epoch, self.job), task_timeout=self.timeout)
         )
-        self._prepare()
+        self.offers.prepare(training.iteration, training.depths())
         self.crew.open(training.arena)
 
     def _reach_coordinator(self) -> None:
@@ -226,38 +212,10 @@ class Aggregator:
     # -- iterations --
 
     def _release(self, now: float) -> None:
-        assert self.training is not None
         if self.barrier_at:
             self.off_device += SMOOTHING * (now - self.barrier_at - self.off_device)
-        self.release_at, self.offered_at = None, now
-        self.iteration.release(now)
-        self.crew.say_all(self.iteration.going())
-        self._listen_later()
-
-    def _listen_later(self) -> None:
-        """Everybody who takes a task now says so. One look in a while hears them all, and leaves them the cores."""
-        shortest = min(map(self.iteration.predicted, range(self.spec.workers)))
-        if not any(member.peer for member in self.crew.joined):
-            time.sleep(min(MOST_DEAF, DEAF * shortest))
-
-    def _prepare(self) -> None:
-        """Who serves nobody else may take a task of the next iteration before it is released."""
-        assert self.training is not None
-        self.iteration.prepare(self.training.iteration, self.training.depths())
-        self._offer()
-        self.training.arena.forget(self.iteration.first)
-
-    def _offer(self) -> None:
-        """What is ready may be taken under its present numbers, and under no others."""
-        assert self.training is not None
-        self.offered_at = time.monotonic()
-        if self.iteration.ready and not self.stopping:
-            self.training.arena.offer(self.iteration.ready)
-            self.crew.say_all(*self._news())
-
-    def _news(self) -> list[Message]:
-        """What an executor must know of the present iteration."""
-        return [self.iteration.offered(), *([self.iteration.going()] if self.release_at is None else [])]
+        self.release_at = None
+        self.offers.release(now)
 
     def _barrier(self) -> None:
         assert self.training is not None
@@ -272,7 +230,7 @@ class Aggregator:
         self.release_at = max(time.monotonic(), now + self.spec.off_device)
         done = self.training.iteration
         if done < self.spec.steps:
-            self._prepare()
+            self.offers.prepare(done, self.training.depths())
         due = done - max(self.writer.done, 0) >= self.spec.checkpoint_every and not self.writer.error
         if (due or now - self.written_at > CHECKPOINT_SECONDS) and not self.writer.busy and done < self.spec.steps:
             self._checkpoint()
@@ -297,13 +255,7 @@ class Aggregator:
             if self.writer.error != self.complaint:
                 self.complaint = self.writer.error
                 log.warning("checkpoint: %s", self.complaint or "written again")
-            for holder in self.iteration.overdue(now, self.timeout + TASK_GRACE):
-                assert isinstance(holder, Member)
-                log.warning("device %d did not end its task within %.0f s", holder.device, self.timeout)
-                self.crew.drop(holder)
-            if self.release_at is None and now - self.offered_at > self.timeout + TASK_GRACE:
-                self.iteration.lose(None)  # somebody may have taken one and stand still since
-                self._offer()
+            self.offers.look(now, self.timeout + TASK_GRACE)
 
     def _progress(self, now: float) -> None:
         assert self.training is not None
@@ -326,52 +278,13 @@ class Aggregator:
     # -- what executors say --
 
     def _joined(self, member: Member) -> None:
-        self.crew.say(member, *self._news())
+        self.offers.joined(member)
 
     def _heard(self, member: Member, message: Message) -> None:
-        assert self.training is not None
-        if isinstance(message, Took):
-            self._took(member, message)
-        elif isinstance(message, Claim):
-            self._claimed(member)
-        elif isinstance(message, Done):
-            if self.iteration.has(member, message) and self.crew.collect(member, message.worker):
-                self.training.arena.withdraw([message.worker])
-                self.iteration.end(member, message)
-        elif isinstance(message, TaskFailed):
+        if isinstance(message, TaskFailed):
             self._task_failed(member, message)
-
-    def _took(self, member: Member, message: Took) -> None:
-        if self.stopping:
-            return  # too late: it was withdrawn
-        now = time.monotonic()
-        self._given_up(member)
-        if self.iteration.took(member, message, now):
-            self._taken(now)
-
-    def _claimed(self, member: Member) -> None:
-        assert self.training is not None
-        now, arena = time.monotonic(), self.training.arena
-        self._given_up(member)
-        task = None
-        if self.release_at is None:
-            task = self.iteration.claim(member, now, lambda task: arena.claim(task.worker, task.claim))
-        if task is None:
-            self.crew.say(member, Task(iteration=self.iteration.number))
-        elif self.crew.say(member, self.crew.prepare(member, task)):
-            self._taken(now)
-
-    def _given_up(self, member: Member) -> None:
-        """Who wants another task has given up what it had, if anything."""
-        if member in self.iteration.held:
-            self.iteration.lose(member)
-            self._offer()
-
-    def _taken(self, now: float) -> None:
-        if not self.iteration.ready and self.release_at is None:
-            workers = tuple(range(self.spec.workers))
-            until = self.iteration.until(now)
-            self.crew.say_all(Taken(iteration=self.iteration.number, workers=workers, until=until, at=now))
+        else:
+            self.offers.heard(member, message)
 
     def _task_failed(self, member: Member, message: TaskFailed) -> None:
         if not self.iteration.has(member, message):
@@ -380,9 +293,7 @@ class Aggregator:
         raise JobError(f"{where}: {' '.join(message.reason.split())}", message.trace)
 
     def _lost(self, member: Member) -> None:
-        if hasattr(self, "iteration"):
-            self.iteration.lose(member)
-            self._offer()
+        self.offers.lost(member)
 
     # -- what the coordinator says --
 
@@ -399,7 +310,7 @@ class Aggregator:
         if not self.stopping:
             self.stopping, self.stop_by = True, time.monotonic() + STOP_GRACE
             if self.training is not None:
-                self.training.arena.withdraw([task.worker for task in self.iteration.ready])
+                self.offers.withdraw()
 
     def _turn(self, timeout: float) -> None:
         """One wait, and what came of it."""

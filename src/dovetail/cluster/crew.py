@@ -79,12 +79,16 @@ class Crew:
 
     def say(self, member: Member, *messages: Message) -> bool:
         """False if it is lost by that."""
-        return self._send(member, b"".join(map(wire.encode, messages)))
+        if self._reaches(member, b"".join(map(wire.encode, messages))):
+            return True
+        self.drop(member)
+        return False
 
     def say_all(self, *messages: Message) -> None:
+        """Who is lost by that is so after all have heard it: what then is said must not come before this."""
         encoded = b"".join(map(wire.encode, messages))
-        for member in self.joined:
-            self._send(member, encoded)
+        for member in [member for member in self.joined if not self._reaches(member, encoded)]:
+            self.drop(member)
 
     def drop(self, member: Member) -> None:
         if member not in self.members:
@@ -142,11 +146,10 @@ class Crew:
 
     # -- sockets --
 
-    def _send(self, member: Member, encoded: bytes) -> bool:
+    def _reaches(self, member: Member, encoded: bytes) -> bool:
         try:
             member.connection.send_encoded(encoded, timeout=STUCK)
         except Lost:
-            self.drop(member)
             return False
         return True
 

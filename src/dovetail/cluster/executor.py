@@ -147,6 +147,9 @@ class Executor:
                 return True
             if chosen.assigned is None and not self._claim(chosen):
                 continue
+            for other in self._tenants.residents:
+                if other is not chosen:
+                    other.give_up()
             self._tenants.speak()
             if chosen.assigned is not None:  # its aggregator might just have gone
                 self._run(chosen, max(ready, self._ended_at))
@@ -195,8 +198,7 @@ class Executor:
                 self._tenants.hear(live, message, time.monotonic())
         except Lost:
             self._tenants.unplug(live)
-        if live.assigned is None:
-            self._tenants.read(live)  # what came behind the answer
+        self._tenants.read(live)  # what came behind the answer: no socket will tell of it
         return live.assigned is not None
 
     def _run(self, live: Live, ready: float) -> None:

@@ -62,11 +62,11 @@ class Iteration:
             return known
         return self._division.seconds(worker, depth) if self._division.timed else 0.0
 
-    def took(self, holder: Hashable, said: Took, now: float) -> bool:
+    def took(self, holder: Hashable, said: Took) -> bool:
         """Whether the holder has it now: it may have locked a number that counts no more."""
         for task in self.ready:
             if (task.iteration, task.worker, task.claim) == (said.iteration, said.worker, said.claim):
-                self._hold(holder, task, now)
+                self._hold(holder, task, said.at)
                 return True
         return False
 

@@ -98,6 +98,9 @@ class Link(threading.Thread):
         self._news.set()
         if self.ident is not None:
             self.join(timeout=5.0)
+        if not self.is_alive():
+            self._bell.close()
+            self._ringer.close()
 
     # -- the thread's side --
 

@@ -247,11 +247,16 @@ class Released(Message, frozen=True):
 
 
 class Took(Message, frozen=True):
-    """An executor that shares the job's memory has taken a task. Needs no answer."""
+    """An executor that shares the job's memory has taken a task; worker -1: has given up the one it had.
+
+    Needs no answer.
+    """
 
     iteration: int
-    worker: int
-    claim: int
+    worker: int = -1
+    claim: int = 0
+    at: float = 0.0
+    """time.monotonic() when it did."""
 
 
 class Claim(Message, frozen=True):

@@ -134,6 +134,7 @@ class Live(Resident):
         width = max(1, message.width, len(message.tasks))
         queue = sorted(message.tasks, key=lambda t: (*_length(t), -((t.worker - self.devices[0]) % width)))
         self._tried = False
+        self.assigned, self.reserved = self._still(self.assigned, message), self._still(self.reserved, message)
         if self._locked and message.tasks and message.iteration > max(self.iteration, self._offer.iteration):
             assert self.runner is not None
             self.runner.forget(min(task.claim for task in message.tasks))  # the iteration before is over
@@ -143,6 +144,13 @@ class Live(Resident):
             seconds[task.worker] = self._profiled(task.depth, task.seconds)
         shape = _shape(tuple(seconds), self._off_device)
         return Offer(message.iteration, {task.worker: task for task in queue}, shape, width)
+
+    def _still(self, ours: Task | None, message: Offered) -> Task | None:
+        """A task of ours that has not begun, unless it is over by now, or offered to all under a new number."""
+        if ours is None or not ours.claim:
+            return ours
+        again = any(task.worker == ours.worker and task.claim != ours.claim for task in message.tasks)
+        return None if again or ours.iteration < message.iteration else ours
 
     def _released(self, message: Released, now: float) -> None:
         again = message.iteration == self.iteration  # somebody who had a task is lost
@@ -204,7 +212,7 @@ class Live(Resident):
         """Takes the longest task, if there is one: what others have meanwhile is found out on the way."""
         while self.open:
             task = self._tasks[self._queue[-1]]
-            if self._ours(task):
+            if self._ours(task, now):
                 self.answered(task, now)
                 return
             self._gone((task.worker,), now)
@@ -212,19 +220,27 @@ class Live(Resident):
 
     def reserve(self) -> None:
         """Takes the longest task of an iteration that is not released yet: only where nobody else is served."""
-        if self._tried or self.left or self.claimed or self.assigned is not None or self.reserved is not None:
+        if self._tried or self.runner is None or self._offer.iteration <= self.iteration or self.reserved is not None:
             return
-        self._tried = True
+        self._tried, now = True, time.monotonic()
         tasks = reversed(self._offer.tasks.values())
-        self.reserved = next((task for task in tasks if self._shares(task) and self._ours(task)), None)
+        self.reserved = next((task for task in tasks if self._shares(task) and self._ours(task, now)), None)
 
-    def _ours(self, task: Task) -> bool:
+    def _ours(self, task: Task, now: float) -> bool:
         assert self.runner is not None
         if not self.runner.claim(task):
             return False
         self._locked = True
-        self.unsaid.append(Took(iteration=task.iteration, worker=task.worker, claim=task.claim))
+        self.unsaid.append(Took(iteration=task.iteration, worker=task.worker, claim=task.claim, at=now))
         return True
+
+    def give_up(self) -> None:
+        """Others go first here: whoever is idle may have what was taken and has not begun."""
+        ours = self.assigned or self.reserved
+        if ours is not None and self._shares(ours):
+            self.assigned = self.reserved = None
+            self.unsaid.append(Took(iteration=ours.iteration))
+            self._show()
 
     def claiming(self) -> None:
         """A Claim is on its way: until it is answered nothing more is asked for."""
@@ -246,6 +262,7 @@ class Live(Resident):
         """The assigned task starts now: with it, the figure to `observe` it under."""
         task = self.assigned
         assert task is not None
+        self._count(now)
         self.assigned = None
         profiled = self._profiled(task.depth, task.seconds)
         self.eta = max(self.eta, now + self.predicted(profiled))
@@ -259,7 +276,7 @@ class Live(Resident):
 
     def _count(self, at: float) -> None:
         """Where tasks were ready since `ready_at`: whatever a filler took of the time until `at` was this job's."""
-        if self.promise is None or not self._queue:
+        if self.promise is None or not (self._queue or self.assigned):
             return
         lost = self.filled.overlap(self.ready_at, at)
         if lost > 0:

@@ -91,11 +91,13 @@ class Tenants:
         now = time.monotonic()
         for live in self.residents:
             if live.connection is None and now >= live.retry_at:
+                self.speak()  # before whatever may take long, here and below
                 self._join(live)
         for key, _ in self._selector.select(timeout):
             if isinstance(key.data, Live):
                 self.read(key.data)
             elif isinstance(key.data, Rank):
+                self.speak()
                 self._rank_ended(key.data)
             elif isinstance(key.data, Link):
                 self._reconnected()
@@ -124,6 +126,7 @@ class Tenants:
         except Lost:
             self._drop_coordinator()
             return
+        self.speak()
         for message in messages:
             if isinstance(message, Grant):
                 self._granted(message)
@@ -272,4 +275,5 @@ class Tenants:
             self._let_go(live)
         self._recorder.close()
         self._drop_coordinator()
+        self._selector.close()
         self.link.end()
