@@ -1,7 +1,7 @@
 """A gang that leaves gaps: every layer on its own number of ranks. A rank says for how long its device is free, and the
 cluster runs background tasks there meanwhile.
 
-dovetail cluster submit --gang 2 --foreground examples/cluster/gang_burst.py --steps 50
+dovetail cluster submit --gang 2 --foreground examples/cluster/gang_burst.py -- --steps 50
 dovetail cluster submit --background examples/cluster/digits.py
 """
 

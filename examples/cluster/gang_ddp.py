@@ -1,6 +1,6 @@
 """A gang: an ordinary DistributedDataParallel script, as torchrun runs it. The cluster gives every rank a device.
 
-dovetail cluster submit --gang 2 examples/cluster/gang_ddp.py --steps 50
+dovetail cluster submit --gang 2 examples/cluster/gang_ddp.py -- --steps 50
 """
 
 import argparse

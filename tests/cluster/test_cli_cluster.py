@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from dovetail.cluster import local, roles
 from dovetail.cluster.home import Home, arena_name, default_home, sweep_arenas
 from dovetail.cluster.store import Store
+from dovetail.cluster.submission import MOST_TEXT
 from tests.command import run
 
 
@@ -53,10 +55,20 @@ def test_down_without_a_cluster_is_no_error(home: Path) -> None:
 def test_wrong_files_are_named_before_anybody_is_asked(home: Path, tmp_path: Path) -> None:
     missing, torn, binary = tmp_path / "no.py", tmp_path / "torn.py", tmp_path / "binary.py"
     torn.write_text("x = 1\njob = (\n")
-    binary.write_bytes(b"\xff\xfe\x00")
+    binary.write_bytes(b"\xff\xfe")
     assert "no.py: cannot be read: no such file" in fails("cluster", "submit", missing, "--home", home)
     assert "torn.py: line 2: expected valid Python" in fails("cluster", "submit", torn, "--home", home)
     assert "binary.py: expected Python text" in fails("cluster", "submit", binary, "--home", home)
+    empty, zero, long, pipe = (tmp_path / f"{name}.py" for name in ("empty", "zero", "long", "pipe"))
+    empty.touch()
+    zero.write_bytes(b"x = 1\0")
+    long.write_text("#" * (MOST_TEXT + 1))
+    os.mkfifo(pipe)
+    for file, got in ((empty, "got none"), (zero, "got a zero byte"), (long, "got more")):
+        assert f"{file.name}: expected 1 to {MOST_TEXT} bytes" in (told := fails("cluster", "submit", file))
+        assert got in told
+    for endless in (pipe, Path("/dev/zero"), tmp_path):
+        assert f"{endless}: expected a Python file" in fails("cluster", "submit", endless, "--home", home)
     right = tmp_path / "right.py"
     right.write_text("job = 1\n")
     assert "no cluster runs in" in fails("cluster", "submit", right, "--home", home)

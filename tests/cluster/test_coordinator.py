@@ -133,6 +133,7 @@ def test_down_lets_running_jobs_write_checkpoints_and_forgets_nothing(tmp_path: 
         assert aggregator.told(m.Stop)[0].discard is False and aggregator.key not in s.engine.actors
         assert s.engine.stopped
         assert s.state(running) == "running" and s.live(running).record == strikes.CLEAN
+        assert not s.store.leases(open_only=True), "nobody holds devices of a cluster that is down"
 
     play(tmp_path, scene)
 

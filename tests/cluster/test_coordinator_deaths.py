@@ -159,6 +159,24 @@ def test_an_endless_task_costs_its_executor_and_its_job_a_strike(tmp_path: Path)
     play(tmp_path, scene)
 
 
+def test_a_task_that_goes_on_after_its_job_was_cancelled_costs_its_executor_and_nobody_waits_for_ever(
+    tmp_path: Path,
+) -> None:
+    async def scene(s: Stage) -> None:
+        job = s.submit(options=Options(task_timeout=5.0))
+        await s.running(job)
+        [d] = s.live(job).devices
+        s.c.cancel(job)
+        await s.until(lambda: s.state(job) == "cancelled")
+        s.executor(d).say(m.Beat(running=str(job), since=fleet.UNWANTED - 3.0))
+        await asyncio.sleep(0.4)
+        assert s.engine.started.count(f"executor {d}") == 1, "it may be just about to end"
+        s.executor(d).say(m.Beat(running=str(job), since=fleet.UNWANTED + 0.1))
+        await s.until(lambda: s.engine.started.count(f"executor {d}") == 2)
+
+    play(tmp_path, scene)
+
+
 def test_two_endless_tasks_of_a_job_at_its_last_strike_end_the_job_and_nothing_else(tmp_path: Path) -> None:
     async def scene(s: Stage) -> None:
         job = s.submit(workers=2, options=Options(task_timeout=5.0))

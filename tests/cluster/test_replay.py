@@ -7,12 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dovetail.cli.replaying import replay as run
 from dovetail.cluster.home import Home, Settings
 from dovetail.cluster.messages import Described
 from dovetail.cluster.recorder import Clock, Held, Ran, lines
-from dovetail.cluster.replay import play, read, replay
+from dovetail.cluster.replay import folded, play, read, replay
 from dovetail.cluster.store import Store
 from dovetail.cluster.submission import Submission
 from dovetail.core.errors import Error
@@ -114,6 +116,22 @@ def test_a_run_is_predicted_as_it_was(tmp_path: Path, name: str) -> None:
         assert (r.job.workers, r.job.iterations) == (job.workers, job.iterations)
         assert r.job.shape().work == pytest.approx(job.shape().work, rel=1e-3)
         assert r.job.off_device == pytest.approx(job.off_device, abs=1e-3)
+
+
+@given(st.lists(st.floats(0.001, 10.0), min_size=1, max_size=20), st.integers(1, 8))
+def test_workers_beyond_the_devices_are_folded_without_losing_time(seconds: list[float], most: int) -> None:
+    found = folded(seconds, most)
+    assert len(found) == min(len(seconds), most) and sum(found) == pytest.approx(sum(seconds), abs=1e-4)
+    assert max(found) <= sum(seconds) / most + max(seconds) + 1e-4
+
+
+def test_a_job_of_more_workers_than_devices_is_replayed(tmp_path: Path) -> None:
+    recorded(tmp_path, jobs(), "jigsaw")
+    settings = Home(tmp_path).settings()
+    Home(tmp_path).write_settings(msgspec.structs.replace(settings, devices=2))
+    run = read(tmp_path)
+    assert max(r.job.workers for r in run.jobs) == 2
+    assert play(run).comparison.predicted > 0
 
 
 def test_a_background_job_stays_one(tmp_path: Path) -> None:

@@ -77,6 +77,11 @@ def up(
     facts = {**asdict(address), "url": address.url, "ran_already": ran, "devices": count, "policy": status["policy"]}
     said = "runs already" if ran else f"up in {took:.1f} s"
     line = f"{said}: {count} {kind}, policy {status['policy']}, {address.url}"
+    asked = {"--devices": devices in (0, count), "--emulated": emulated <= status["emulated"],
+             "--policy": policy in ("jigsaw", status["policy"])}  # fmt: skip
+    other = [option for option, same in asked.items() if not same]
+    if ran and other:
+        line += f"\n{', '.join(other)}: not as asked for; `dovetail cluster down` first"
     shell.result(facts, json, line, f"to watch it in a browser: {address.url}/")
 
 
@@ -107,7 +112,9 @@ def submit(
     ] = None,
     foreground: Annotated[bool, typer.Option("--foreground", help="Its speed is promised.")] = False,
     background: Annotated[bool, typer.Option("--background", help="It fills gaps only.")] = False,
-    bound: Annotated[float, typer.Option(min=0.0001, max=10.0, help="Slow-down a foreground job accepts.")] = 0.05,
+    bound: Annotated[
+        float | None, typer.Option(min=0.0001, max=10.0, help="Slow-down a foreground job accepts; default 0.05.")
+    ] = None,
     gang: Annotated[int, typer.Option(min=0, max=4096, help="Ranks of a script as under torchrun.")] = 0,
     task_timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds; longer tasks are endless.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Until it has ended; exit code 1 unless it finished.")] = False,
@@ -119,6 +126,8 @@ def submit(
     """Hand in a job. It is safely stored when this returns."""
     import uuid
 
+    if bound is not None and not foreground:
+        raise typer.BadParameter("--bound: only for --foreground")
     if foreground and background:
         raise typer.BadParameter("expected one of --foreground and --background, got both")
     if arguments and not gang:
@@ -131,7 +140,7 @@ def submit(
         options["task_timeout"] = task_timeout
     submission = {
         "text": _text(file), "name": name or _name(file), "kind": "gang" if gang else "tasks", "gang": gang,
-        "share": "foreground" if foreground else "background" if background else "normal", "bound": bound,
+        "share": "foreground" if foreground else "background" if background else "normal", "bound": bound or 0.05,
         "options": options, "arguments": arguments or [], "request": str(uuid.uuid4()),
     }  # fmt: skip
     client = _client(home, url, token_file)
@@ -148,8 +157,17 @@ def submit(
 
 
 def _text(file: Path) -> str:
+    from dovetail.cluster.submission import MOST_TEXT
+
     try:
-        text = file.read_text(encoding="utf-8")
+        if file.exists() and not file.is_file():  # a pipe or a device might have no end
+            raise InputError(file, "", "expected a Python file")
+        with file.open("rb") as opened:
+            data = opened.read(MOST_TEXT + 1)
+        if not data or len(data) > MOST_TEXT or b"\0" in data:
+            got = "none" if not data else "a zero byte" if b"\0" in data else "more"
+            raise InputError(file, "", f"expected 1 to {MOST_TEXT} bytes of Python text, got {got}")
+        text = data.decode("utf-8")
         compile(text, str(file), "exec", dont_inherit=True)
     except OSError as e:
         raise InputError(file, "", f"cannot be read: {(e.strerror or str(e)).lower()}") from None

@@ -199,6 +199,7 @@ class Coordinator:
         while time.monotonic() < limit and any(e.link in links for e in self.executors.values()):
             await asyncio.sleep(0.02)
         self.save()
+        self.store.end_leases()
         await self.engine.close(stop=True)
         with contextlib.suppress(OSError, Lost):  # whose supervisor runs nothing but this process
             supervisor = Connection(self.home.connect())

@@ -15,6 +15,8 @@ from .peers import Link
 
 HELLO_LIMIT = 60.0
 """Seconds from an executor's start to its first word, and from a lost connection to the next."""
+UNWANTED = 10.0
+"""Seconds that a task may run whose job has been cancelled or has failed: others wait for the device."""
 BEAT_LIMIT = 30.0
 AWAY_LIMIT = 10.0
 """Seconds after which the jobs of a device that is away are placed elsewhere."""
@@ -152,4 +154,4 @@ def endless(executor: Executor, limits: dict[int, float]) -> int:
         return 0
     since = beat.since + (time.monotonic() - executor.heard)
     job = int(beat.running)
-    return job if since > limits.get(job, float("inf")) else 0
+    return job if since > limits.get(job, UNWANTED) else 0

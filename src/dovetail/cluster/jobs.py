@@ -72,6 +72,7 @@ class TrainingJob:
     checkpoint_every: int = 50
     """Steps from one checkpoint to the next; there is one every 30 seconds in any case."""
     name: str = ""
+    """What the job's own log calls it; the cluster knows it by its file's name, or by `submit --name`."""
     profile: Profile | None = None
     """What a task takes: where segments are cut, and on emulated devices how long tasks last. An even share of the
     batch stands for the profile's own batch."""
@@ -105,8 +106,8 @@ class TrainingJob:
             raise Error(f"spb: expected one of {', '.join(SPB)}, got {self.spb!r}")
         if not isinstance(self.guard, Guard):
             raise Error(f"guard: expected a dovetail.Guard, got {_of(self.guard)}")
-        if not isinstance(self.name, str) or len(self.name) > 200:
-            raise Error(f"name: expected a text of at most 200 letters, got {_of(self.name)}")
+        if not isinstance(self.name, str) or len(self.name) > 200 or not self.name.isprintable():
+            raise Error(f"name: expected a line of at most 200 letters, got {_of(self.name)}")
         if self.profile is not None and not isinstance(self.profile, Profile):
             raise Error(f"profile: expected a dovetail.Profile (dovetail.read reads one), got {_of(self.profile)}")
         self._check_seconds()

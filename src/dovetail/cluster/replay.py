@@ -10,6 +10,7 @@ would have given.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ def read(home: Path, *, since: float = 0.0) -> Run:
         if row.gang:
             job = _gang(row, held[str(row.id)], first, settings.device_bytes)
         else:
-            job = _job(row, mine, first, overhead=overhead)
+            job = _job(row, mine, first, overhead=overhead, devices=settings.devices)
             spreads.append(_spread(mine))
         assert row.ended is not None
         jobs.append(Recorded(id=row.id, job=job, finish=row.ended - first, tasks=len(mine)))
@@ -146,12 +147,15 @@ def read(home: Path, *, since: float = 0.0) -> Run:
     )
 
 
-def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float) -> Job:
-    """The mean of every worker's tasks, exactly: shares of the longest stand in the place of depths."""
+def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float, devices: int) -> Job:
+    """The mean of every worker's tasks, exactly: shares of the longest stand in the place of depths.
+
+    Where there are more workers than devices, one stands for several that run one after the other.
+    """
     by_worker: dict[int, list[float]] = defaultdict(list)
     for t in tasks:
         by_worker[t.worker].append(t.stop - t.start + overhead)
-    means = [_exact(float(np.mean(by_worker[w]))) for w in sorted(by_worker)]
+    means = folded([_exact(float(np.mean(by_worker[w]))) for w in sorted(by_worker)], devices)
     longest = max(*means, 1e-9)
     described = msgspec.json.decode(row.described, type=Described) if row.described else None
     return Job(
@@ -170,6 +174,16 @@ def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float) -> J
         ephemeral_bytes=described.ephemeral_bytes if described else 0,
         background=row.share == "background",
     )
+
+
+def folded(seconds: list[float], most: int) -> list[float]:
+    """At most so many, of the same sum: the longest first, each to whom has the least so far."""
+    if len(seconds) <= most:
+        return seconds
+    found = [0.0] * most
+    for one in sorted(seconds, reverse=True):
+        heapq.heapreplace(found, _exact(found[0] + one))
+    return found
 
 
 def _gang(row: Row, leases: Sequence[Held], origin: float, device_bytes: int) -> Job:

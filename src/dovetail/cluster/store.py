@@ -235,6 +235,11 @@ class Store:
     def _end_lease(self, job: int) -> None:
         self._db.execute("UPDATE leases SET stop = ? WHERE job = ? AND stop IS NULL", (time.time(), job))
 
+    def end_leases(self) -> None:
+        """Nobody holds devices any more: the cluster goes down."""
+        with self._transaction():
+            self._db.execute("UPDATE leases SET stop = ? WHERE stop IS NULL", (time.time(),))
+
     def leases(self, *, open_only: bool = False, limit: int = 100_000) -> list[Lease]:
         """Newest first."""
         where = "WHERE stop IS NULL" if open_only else ""

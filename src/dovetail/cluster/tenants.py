@@ -215,6 +215,7 @@ class Tenants:
         self._speak(live)
         self.unplug(live, drop=True)
         if live.log is not None:
+            live.log.trim()
             live.log.close()
         self._recorder.lease(live.job, live.since, time.monotonic())
 

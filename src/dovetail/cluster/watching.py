@@ -37,7 +37,7 @@ async def watch_forever(c: Coordinator) -> None:
 
 def executors(c: Coordinator, now: float) -> None:
     """Those that have ended are started again; those that do not answer, or run an endless task, are ended."""
-    limits = {j.id: j.task_timeout for j in c.jobs.values() if j.devices}
+    limits = {j.id: j.task_timeout for j in c.jobs.values()}
     for e in c.executors.values():
         if not e.process and now >= e.restart:
             c.start_executor(e, now)
