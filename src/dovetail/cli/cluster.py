@@ -82,7 +82,13 @@ def up(
     other = [option for option, same in asked.items() if not same]
     if ran and other:
         line += f"\n{', '.join(other)}: not as asked for; `dovetail cluster down` first"
-    shell.result(facts, json, line, f"to watch it in a browser: {address.url}/")
+    shell.result(facts, json, line, _where_to_look(address.url))
+
+
+def _where_to_look(url: str) -> str:
+    from dovetail.view.page.html import BUNDLE, HOW
+
+    return f"to watch it in a browser: {url}/" if (BUNDLE / "app.js").exists() else f"to watch it in a browser: {HOW}"
 
 
 @app.command()

@@ -14,8 +14,10 @@ _STYLE = {"running": "green", "failed": "red", "paused": "yellow", "preparing": 
 
 
 def draw(status: dict[str, Any]) -> list[Any]:
-    """Devices, jobs, and a line with the sums."""
-    return [_summary(status), _devices(status), _jobs(status)]
+    """A line with the sums, devices, jobs, and why jobs ended as they did: too long for a column."""
+    shown = [*status["jobs"][:_SHOWN], *status["ended"][:10]]
+    reasons = [Text(f"job {j['job']} ({j['name']}): {j['reason']}") for j in shown if j["reason"]]
+    return [_summary(status), _devices(status), _jobs(status), *reasons]
 
 
 def _summary(status: dict[str, Any]) -> Text:
@@ -54,10 +56,10 @@ def _jobs(status: dict[str, Any]) -> Table:
         table.add_row(
             str(j["job"]), Text(j["name"] + share), Text(j["state"], _STYLE.get(j["state"], "")),
             f"{j['iteration']}/{j['iterations']}" if j["iterations"] else str(j["iteration"]),
-            "" if j["loss"] is None else f"{j['loss']:.4g}",
+            "" if j["loss"] is None or not j["iteration"] else f"{j['loss']:.4g}",
             f"{j['iteration_seconds']:.3g}" if j.get("iteration_seconds") else "",
             "" if slow is None else f"{slow:.1%}{bound}",
-            Text(" ".join(map(str, j.get("devices", ()))) or j["reason"]), _age(now - j["submitted"]),
+            " ".join(map(str, j.get("devices", ()))), _age(now - j["submitted"]),
         )  # fmt: skip
     if len(active) > _SHOWN:
         table.add_row("", Text(f"… and {len(active) - _SHOWN} more that wait"))

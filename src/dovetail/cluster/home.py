@@ -112,6 +112,8 @@ class Home:
 
     def create(self) -> None:
         """The folders and the secret, readable by the owner only."""
+        if self.path.exists() and not self.path.is_dir():
+            raise Error(f"{self.path}: expected a folder for the cluster's home")
         self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)
         for folder in ("jobs", "logs", "spans", "executors"):

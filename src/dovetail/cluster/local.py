@@ -49,15 +49,16 @@ def up(
     """
     import importlib.util
 
-    from dovetail.planning.schedulers import policy as named
+    from dovetail.planning.schedulers import POLICIES
 
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtra("dovetail cluster", "cluster")
     where = Home((home or default_home()).absolute())
-    found = named(policy)
-    if found.preempt or found.partition or found.backfill == "easy":
-        raise Error(f"policy {policy!r}: only simulated; the cluster runs those that neither preempt nor reserve")
+    live = [name for name, p in POLICIES.items() if not (p.preempt or p.partition or p.backfill == "easy")]
+    if policy not in live:
+        simulated = "only simulated; " if policy in POLICIES else ""
+        raise Error(f"policy {policy!r}: {simulated}expected one of {', '.join(live)}")
     if host not in LOOPBACK and token_file is None:
         raise Error(f"--host {host}: an address other than loopback needs --token-file")
     if token_file is not None:
