@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PAGE := src/dovetail/view/page/bundle/app.js
 NODE_MODULES := web/node_modules/.package-lock.json
 
-.PHONY: env demo test test-cluster lint bench docs clean system page
+.PHONY: env demo test lint bench docs clean system page
 
 # Without npm, or without a registry to install from, everything but the page of `dovetail view` works.
 env: system $(STAMP)
@@ -54,19 +54,12 @@ $(NODE_MODULES): web/package.json web/package-lock.json
 demo: env
 	@$(BIN)/dovetail demo
 
-# Whole clusters of real processes, killed and loaded: about four minutes, nearly all of it waiting. Only the kills are
-# part of `test`.
-KILLS := tests/cluster/test_chaos.py
-LIVE := $(addprefix tests/cluster/test_,$(addsuffix .py,examples executor_real gang load local_engine ray))
-
 # Three files at a time, since many tests wait, in the order of tests/conftest.py; the fabric's tests, which watch
-# kernels forward packets, by themselves.
+# kernels forward packets, and the cluster under kills by themselves.
+ALONE := tests/fabric tests/cluster/test_chaos.py
 test: env lint
-	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/fabric $(addprefix --ignore ,$(KILLS) $(LIVE))
-	@$(BIN)/python -m pytest -q tests/fabric $(KILLS)
-
-test-cluster: env
-	@$(BIN)/python -m pytest -q $(KILLS) $(LIVE)
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(addprefix --ignore ,$(ALONE))
+	@$(BIN)/python -m pytest -q $(ALONE)
 
 lint: env
 	@$(BIN)/ruff check .

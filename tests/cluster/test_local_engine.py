@@ -20,6 +20,8 @@ import pytest
 from dovetail.cluster import local, recorder
 from dovetail.cluster.client import Client, Unreachable
 from dovetail.cluster.home import SHARED_MEMORY, Address, Home, cluster_id
+from dovetail.cluster.messages import Shutdown
+from dovetail.cluster.wire import Connection
 from tests.command import run, shell
 
 JOB = """
@@ -242,6 +244,23 @@ def test_down_leaves_no_process_socket_port_or_memory(
     recorded = {t.iteration for t in recorder.ran(home)}
     local.up(home, devices=2, emulated=True)
     found = client.job(job)
-    assert found["state"] == "running" and found["checkpoint"] >= 3  # `down` had waited for it
+    assert found["state"] in ("preparing", "running") and found["checkpoint"] >= 3  # `down` had waited for it
+    running(client, job, iteration=found["checkpoint"] + 1)
     assert recorded >= set(range(found["checkpoint"]))  # and for the executors' last words
     client.cancel(job)
+
+
+def test_who_says_shutdown_and_hangs_up_at_once_is_heard(tmp_path: Path) -> None:
+    """The supervisor speaks first, and finds nobody there any more."""
+    home = tmp_path / "home"
+    address, _ = local.up(home, devices=1, emulated=True)
+    os.kill(address.supervisor, signal.SIGSTOP)
+    try:
+        connection = Connection(Home(home).connect())
+        connection.send(Shutdown())
+        connection.close()
+    finally:
+        os.kill(address.supervisor, signal.SIGCONT)
+    until(lambda: Home(home).supervisor() is None)
+    local.down(home)
+    assert not processes(home) and not arenas(home)

@@ -124,6 +124,7 @@ class Supervisor:
         try:
             connection.send(message, timeout=5.0)
         except Lost:
+            self._serve(connection)  # its last words count: who says Shutdown may not wait for what we say
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
