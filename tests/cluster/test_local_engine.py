@@ -142,8 +142,8 @@ def test_a_job_runs_from_the_command_line_to_its_end(home: Path, job_file: Calla
     assert "2 emulated devices" in shown and "20" in shown
     data = json.loads(run("cluster", "status", "--json", "--home", home).stdout)
     assert data["ended"][0]["loss"] > 0 and data["counts"] == {"finished": 1}
-    timeline = Client(home).timeline()
-    assert timeline["emulated"] and len(timeline["spans"]) >= 20
+    until(lambda: len(Client(home).timeline()["spans"]) >= 20)  # written down twice a second
+    assert Client(home).timeline()["emulated"]
     assert not arenas(home)
 
 
