@@ -261,6 +261,8 @@ def test_who_says_shutdown_and_hangs_up_at_once_is_heard(tmp_path: Path) -> None
         connection.close()
     finally:
         os.kill(address.supervisor, signal.SIGCONT)
-    until(lambda: Home(home).supervisor() is None)
-    local.down(home)
+    try:
+        until(lambda: Home(home).supervisor() is None)
+    finally:
+        local.down(home)
     assert not processes(home) and not arenas(home)
