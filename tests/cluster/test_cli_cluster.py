@@ -88,7 +88,11 @@ def test_options_that_do_not_go_together_are_refused(home: Path, tmp_path: Path)
 
 def test_up_refuses_what_cannot_work_before_it_starts_anything(home: Path, tmp_path: Path) -> None:
     assert "policy 'best': expected one of jigsaw" in fails("cluster", "up", "--policy", "best", "--home", home)
-    assert "only simulated" in fails("cluster", "up", "--policy", "tiresias-las", "--home", home)
+    assert "only simulated" in (told := fails("cluster", "up", "--policy", "tiresias-las", "--home", home))
+    assert "expected one of jigsaw," in told and "gandiva" not in told, "only what the cluster runs"
+    file = home.with_name("a file")
+    file.touch()
+    assert "a file: expected a folder" in fails("cluster", "up", "--home", file)
     assert "needs --token-file" in fails("cluster", "up", "--host", "0.0.0.0", "--home", home)
     token = tmp_path / "token"
     assert "token: cannot be read" in fails("cluster", "up", "--token-file", token, "--home", home)
@@ -115,6 +119,18 @@ def test_a_port_that_is_taken_stops_up_with_one_line(home: Path) -> None:
         port = taken.getsockname()[1]
         told = fails("cluster", "up", "--devices", "1", "--emulated", "--port", port, "--home", home)
     assert f"127.0.0.1:{port}: cannot listen: address already in use" in told
+
+
+def test_why_a_job_failed_stands_below_the_table_and_widens_no_column() -> None:
+    from dovetail.cluster.display import draw
+
+    job = {"job": 3, "name": "x", "share": "normal", "state": "failed", "iteration": 0, "iterations": 9, "loss": 0.0,
+           "submitted": 0.0, "reason": "a reason of many words " * 5}  # fmt: skip
+    status = {"policy": "p", "emulated": False, "now": 1.0, "counts": {}, "devices": [], "jobs": [], "ended": [job]}
+    *_, table, reason = draw(status)
+    assert reason.plain == f"job 3 (x): {job['reason']}"
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["devices"] == [""] and columns["loss"] == [""], "no loss before the first iteration"
 
 
 def test_a_wrong_url_is_one_line(tmp_path: Path) -> None:

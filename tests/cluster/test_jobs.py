@@ -50,6 +50,7 @@ def test_a_job_file_loads_and_the_submission_overrides_what_it_may(tmp_path: Pat
 
 
 WRONG = {
+    "job: name: expected a line of at most 200 letters, got": GOOD.replace("steps=5", "name='a\\nb', steps=5"),
     "job: steps: missing": GOOD.replace("    steps=5,\n", ""),
     "job: steps: expected a whole number of at least 1, got 0": GOOD.replace("steps=5", "steps=0"),
     "job: steps: expected a whole number of at least 1, got True": GOOD.replace("steps=5", "steps=True"),

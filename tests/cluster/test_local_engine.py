@@ -128,6 +128,9 @@ def test_up_twice_says_that_it_runs(home: Path) -> None:
     assert ran and address.supervisor in processes(home)
     done = run("cluster", "up", "--home", home)
     assert done.exit_code == 0 and done.stdout.startswith("runs already: 2 emulated devices, policy jigsaw, http://127")
+    assert "not as asked for" not in done.stdout
+    other = run("cluster", "up", "--devices", "5", "--policy", "gang-fifo", "--home", home)
+    assert other.exit_code == 0 and "--devices, --policy: not as asked for" in other.stdout
 
 
 def test_a_job_runs_from_the_command_line_to_its_end(home: Path, job_file: Callable[..., Path]) -> None:

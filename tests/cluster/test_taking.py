@@ -10,6 +10,7 @@ import pytest
 
 from dovetail.cluster import messages as m
 from dovetail.cluster import recorder
+from dovetail.cluster.output import LIMIT_BYTES
 from dovetail.cluster.recorder import Recorder
 from dovetail.cluster.tally import Tally
 from dovetail.cluster.tenants import Tenants
@@ -78,12 +79,15 @@ def test_a_task_that_has_ended_counts_when_its_device_is_taken_back_at_that_mome
     with stage(tmp_path) as at:
         at.executor()
         code = "import time\nwhile not (player.folder / 'go').exists(): time.sleep(0.01)"
+        code += f"\nprint('x' * {LIMIT_BYTES})"  # the last words of the job here
         job = at.aggregator("1", Acted(iterations=1, seconds=(0.01,), shares=True), code=code)
         at.grant(job)
         wait(lambda: job.out, "the task")
         at.head.say(m.Revoke(job="1", epoch=1))  # heard when the task has ended, before anything is said
         (at.home / "jobs" / "1" / "go").touch()
         wait(lambda: job.all(m.Leave), "leaving")
+        wait((at.home / "jobs" / "1" / "closed").exists, "the end of the job's things")
+        wait(lambda: (at.home / "jobs" / "1" / "log.txt").stat().st_size < LIMIT_BYTES, "a log of bounded length")
         assert [type(message) for _, message in job.log[-2:]] == [m.Done, m.Leave]
 
 
