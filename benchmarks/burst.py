@@ -34,7 +34,7 @@ def exactness(count: int) -> list[Check]:
     """The scenarios of the tests, with seeds of their own."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tests.ranks import run_all
-    from tests.train import burst_scenarios as scenarios
+    from tests.train.burst import burst_scenarios as scenarios
 
     found: list[dict[str, Any]] = []
     whole: list[dict[str, Any]] = []

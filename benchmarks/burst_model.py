@@ -14,13 +14,13 @@ from rich.table import Table
 
 from burst_speed import LINKS, ROOT, Cells, brute_force, planner, speed
 from common import Check, arguments, console, finish
-from dovetail.core.burst import BurstPlan
+from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.profile import Profile
 from dovetail.measure.layer_table import read_layer_table
-from dovetail.planning import burst_rules
-from dovetail.planning.burst import BurstPlanner
-from dovetail.planning.burst_background import background, with_background
-from dovetail.planning.burst_overlap import fastest_overlapped, lower_bound, overlapped
+from dovetail.planning.burst import rules
+from dovetail.planning.burst.background import background, with_background
+from dovetail.planning.burst.overlap import fastest_overlapped, lower_bound, overlapped
+from dovetail.planning.burst.planner import BurstPlanner
 
 DATA = ROOT.parent / "shared" / "data" / "layers" / "a100_layers.csv"
 TASK = 0.5e-3
@@ -74,14 +74,14 @@ def contest(model: str, profile: Profile, batch: int, devices: int, links: str) 
     burst = planner(profile, batch, devices, wires=LINKS[links])
     widest = burst.policy(f"dp:{min(devices, batch)}")
     speed = widest.prediction.iteration
-    deep, broken = burst_rules.deeppool(burst, amplification=AMPLIFICATION)
-    code, code_broken = burst_rules.deeppool_published(burst, amplification=AMPLIFICATION)
+    deep, broken = rules.deeppool(burst, amplification=AMPLIFICATION)
+    code, code_broken = rules.deeppool_published(burst, amplification=AMPLIFICATION)
     above = {"deeppool, 2x a layer": len(broken), "deeppool's code, 2x a layer": len(code_broken)}
     static = burst.policy("static-partition", amplification=AMPLIFICATION)
     plans = {
         "dp, all devices": widest,
         "best dp": burst.policy("best-dp"),
-        "static partition at dp's speed": burst_rules.static_partition(burst, iteration=SLACK * speed),
+        "static partition at dp's speed": rules.static_partition(burst, iteration=SLACK * speed),
         "static partition, 2x": static,
         "deeppool, 2x a layer": deep,
         "deeppool's code, 2x a layer": code,

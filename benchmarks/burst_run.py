@@ -17,9 +17,9 @@ from rich.table import Table
 from common import Check, console, quantiles
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
 from dovetail.core.timeline import compare
-from dovetail.simulate.burst_contest import Entry, Outcome, run
-from dovetail.simulate.contest import Setting
-from dovetail.simulate.shaped import available
+from dovetail.emulate.burst_contest import Entry, Outcome, run
+from dovetail.emulate.contest import Setting
+from dovetail.emulate.shaped_network import available
 
 RANKS, BATCH = 8, 32
 POLICIES = ["ddp", "dp:8", "dp:4", "best-dp", "burst", "burst:1.25"]

@@ -13,8 +13,8 @@ from typing import Any
 from common import Check
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
 from dovetail.measure.presets import preset
-from dovetail.planning.burst import BurstPlanner
-from dovetail.planning.burst_cost import Links, NetworkLinks, ProfileCost, Wires
+from dovetail.planning.burst.cost import Links, NetworkLinks, ProfileCost, Wires
+from dovetail.planning.burst.planner import BurstPlanner
 
 ROOT = Path(__file__).resolve().parents[1]
 Cells = list[dict[str, Any]]
@@ -33,7 +33,7 @@ def planner(
 def brute_force(chains: int, graphs: int) -> Check:
     """The planner against every plan there is, on made-up costs."""
     sys.path.insert(0, str(ROOT))
-    from tests.planning.burst_oracle import all_plans, front_of, made_planner, points, random_graph
+    from tests.planning.burst.burst_oracle import all_plans, front_of, made_planner, points, random_graph
 
     rng, wrong = random.Random(1), 0
     for i in range(chains + graphs):

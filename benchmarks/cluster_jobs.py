@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from dovetail.core import store
+from dovetail.core import files
 from dovetail.core.job import Job, Phase
 from dovetail.core.profile import Profile
-from dovetail.measure import profile as measured
+from dovetail.measure import profiler as measured
 from dovetail.measure.zoo import GPT
 
 LIKE: dict[str, tuple[float, float]] = {
@@ -68,7 +68,7 @@ def profiles(folder: Path) -> dict[str, Path]:
         # A third of it forward, as is usual for these models.
         scaled: Profile = base.scaled(forward=device / 3, backward=device * 2 / 3, name=name)
         found[name] = folder / f"{name}.json"
-        store.write(found[name], scaled)
+        files.write(found[name], scaled)
     return found
 
 

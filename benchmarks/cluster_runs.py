@@ -12,11 +12,11 @@ import numpy as np
 
 import cluster_trial as trial
 from cluster_jobs import Wanted, profiles, wanted
-from dovetail.cluster import recorder
+from dovetail.cluster.coordinator.job_store import Store
+from dovetail.cluster.executor import recorder
+from dovetail.cluster.executor.recorder import Ran
 from dovetail.cluster.home import Home
-from dovetail.cluster.recorder import Ran
 from dovetail.cluster.replay import play, read
-from dovetail.cluster.store import Store
 from dovetail.core.job import Job
 
 DEVICES = 8
@@ -138,7 +138,7 @@ def channel(mebibytes: int, rounds: int) -> dict[str, Any]:
 
     import torch
 
-    from dovetail.cluster.channel import Host, join
+    from dovetail.cluster.job.tensor_channel import Host, join
 
     host = Host("127.0.0.1")
     peer = host.invite(0)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.cluster import local
+from dovetail.cluster import up_down
 from dovetail.cluster.client import Client, Refused, Unreachable
+from dovetail.cluster.coordinator.job_store import Store
 from dovetail.cluster.home import SHARED_MEMORY, Home, cluster_id
-from dovetail.cluster.messages import Alive
-from dovetail.cluster.store import Store
-from dovetail.cluster.wire import Connection, Lost
+from dovetail.cluster.transport.messages import Alive
+from dovetail.cluster.transport.wire import Connection, Lost
 
 
 class Unfinished(Exception):
@@ -64,8 +64,8 @@ def cluster(home: Path | None = None, *, grace: float = 0.0, **options: Any) -> 
     with contextlib.ExitStack() as stack:
         if home is None:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-trial-")))
-        stack.callback(local.down, home, grace=grace)
-        local.up(home, timeout=120.0, **options)
+        stack.callback(up_down.down, home, grace=grace)
+        up_down.up(home, timeout=120.0, **options)
         yield Client(home)
 
 

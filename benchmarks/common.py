@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dovetail.core.store import write_text
+from dovetail.core.files import write_text
 
 console = Console(width=int(os.environ.get("COLUMNS", "118")))
 

@@ -26,14 +26,14 @@ from dovetail import measure
 from dovetail.core.errors import Error
 from dovetail.core.profile import Profile
 from dovetail.core.scratch import scratch
+from dovetail.emulate.launch import launch
+from dovetail.emulate.layered import in_layer_order
+from dovetail.emulate.shaped_network import available, bits_per_second, shaped
 from dovetail.measure.layer_table import read_layer_table
 from dovetail.measure.presets import preset
 from dovetail.planning import compare
-from dovetail.planning.joint_parts import TECHNIQUES
+from dovetail.planning.auto.options import TECHNIQUES
 from dovetail.simulate import choose
-from dovetail.simulate.launch import launch
-from dovetail.simulate.layered import in_layer_order
-from dovetail.simulate.shaped import available, bits_per_second, shaped
 from joint_rank import AUTO, DDP, Outcome, Spec
 
 RANKS = 4

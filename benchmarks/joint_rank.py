@@ -23,20 +23,21 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
 from dovetail import measure
-from dovetail.core.burst import BurstPlan
+from dovetail.core.burst_plan import BurstPlan
+from dovetail.core.files import Record
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
-from dovetail.core.store import Record
+from dovetail.emulate.burst_device import emulated_layers, first_column
+from dovetail.emulate.channel import leave
+from dovetail.emulate.launch import report
+from dovetail.emulate.layered import layered
 from dovetail.simulate import choose
-from dovetail.simulate.burst_device import emulated_layers, first_column
-from dovetail.simulate.channel import leave
-from dovetail.simulate.launch import report
-from dovetail.simulate.layered import layered
-from dovetail.train import agree, ring
-from dovetail.train.burst import Burst
-from dovetail.train.halves import halves
-from dovetail.view import joint as view
+from dovetail.train import agree
+from dovetail.train.burst.module import Burst
+from dovetail.train.data_parallel import ring
+from dovetail.train.data_parallel.halves import halves
+from dovetail.view import auto as view
 from overlap_rank import plain, two_lines
 
 DDP, AUTO = "ddp", "auto"

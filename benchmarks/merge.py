@@ -22,9 +22,10 @@ from dovetail import measure
 from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, TableCost
 from dovetail.core.profile import Profile
-from dovetail.planning.merge import Stream, optimal, optimal_affine
-from dovetail.simulate.contest import DOVETAIL, Outcome, Setting, run
-from dovetail.simulate.shaped import available
+from dovetail.emulate.contest import DOVETAIL, Outcome, Setting, run
+from dovetail.emulate.shaped_network import available
+from dovetail.planning.merge.exact import optimal, optimal_affine
+from dovetail.planning.merge.stream import Stream
 
 RANKS, RATE = 4, "2gbit"
 SWEEP = [f"threshold:{mib}" for mib in (1, 4, 10, 25, 50, 100)]
@@ -199,8 +200,8 @@ import numpy as np, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from dovetail import DistributedDataParallel
-from dovetail.simulate.channel import leave
-from dovetail.simulate.launch import report
+from dovetail.emulate.channel import leave
+from dovetail.emulate.launch import report
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -232,7 +233,7 @@ def overhead_check(quick: bool) -> list[Check]:
     Neighbours in time share the state of the machine, so the two classes are compared turn by turn; the standard error
     comes from blocks of turns, which do not share it.
     """
-    from dovetail.simulate.launch import launch
+    from dovetail.emulate.launch import launch
 
     results = launch(["-c", OVERHEAD, "500" if quick else "3000"], ranks=2, timeout=900)
     times = np.max([r.report for r in results], axis=0)  # of the slower rank; modules × turns

@@ -23,9 +23,9 @@ from dovetail import measure
 from dovetail.core.errors import Error
 from dovetail.core.profile import Profile
 from dovetail.core.scratch import scratch
-from dovetail.simulate.launch import launch
-from dovetail.simulate.layered import in_layer_order
-from dovetail.simulate.shaped import available, bits_per_second, shaped
+from dovetail.emulate.launch import launch
+from dovetail.emulate.layered import in_layer_order
+from dovetail.emulate.shaped_network import available, bits_per_second, shaped
 from overlap_rank import Entry, Outcome, Spec
 
 RANKS, RATE = 4, "1gbit"

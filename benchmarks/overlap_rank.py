@@ -27,15 +27,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
 from dovetail import measure, planning
+from dovetail.core.files import Record
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
-from dovetail.core.store import Record
-from dovetail.simulate.channel import leave
-from dovetail.simulate.launch import report
-from dovetail.simulate.layered import LayeredModel, blocks, layered
-from dovetail.train import agree, ring
-from dovetail.train.halves import halves
+from dovetail.emulate.channel import leave
+from dovetail.emulate.launch import report
+from dovetail.emulate.layered import LayeredModel, blocks, layered
+from dovetail.train import agree
+from dovetail.train.data_parallel import ring
+from dovetail.train.data_parallel.halves import halves
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 """What this rank has put on its wire, in its own namespace."""

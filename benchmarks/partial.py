@@ -21,14 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common import Check, arguments, console, finish, quantiles
 from dovetail import measure
-from dovetail.core.depth import DepthPlan
+from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error
+from dovetail.emulate.launch import launch
+from dovetail.emulate.shaped_network import available, shaped
 from dovetail.measure import zoo
-from dovetail.planning import depth
+from dovetail.planning.depth import planner
 from dovetail.simulate.depth import savings
-from dovetail.simulate.launch import launch
-from dovetail.simulate.shaped import available, shaped
-from dovetail.train.segments import Segments
+from dovetail.train.partial.segments import Segments
 
 RANKS, RATE = 4, "2gbit"
 LAYER_BYTES = {"compute-bound": 2**18, "communication counts": 2**20}
@@ -67,7 +67,7 @@ def saved_work(name: str, quick: bool) -> dict[str, Any]:
     model, batch, loss = workload(name)
     size = len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
     profile = measure.profile(model, batch, loss=loss, batches=[size], steps=8 if quick else 20, name=name)
-    plan = depth.plan(profile, workers=RANKS, policy="ladder")
+    plan = planner.plan(profile, workers=RANKS, policy="ladder")
     rows = [count(model, batch, loss, plan, d) for d in range(1, RANKS + 1)]
     backward, kept = (np.array([r[i] for r in rows], dtype=float) for i in range(2))
     predicted = savings(plan)

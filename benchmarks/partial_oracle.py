@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dovetail.planning import guard as guarding
-from dovetail.planning.anneal import Rate, fewest_at
-from dovetail.planning.segments import partition
-from dovetail.planning.shares import balance
+from dovetail.planning.depth import guard as guarding
+from dovetail.planning.depth.anneal import Rate, fewest_at
+from dovetail.planning.depth.segmentation import partition
+from dovetail.planning.depth.shares import balance
 from partial_tasks import WORKERS, Task
 
 LADDER = (1, 2, 3, 4)

@@ -19,7 +19,7 @@ import torch
 
 from common import console, finish, parser
 from dovetail.core.errors import Error
-from dovetail.core.store import write_text
+from dovetail.core.files import write_text
 from partial_oracle import LADDER, Contestant, train
 from partial_report import TWICE, checks, markdown, show
 from partial_tasks import TASKS

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dovetail import measure
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
-from dovetail.planning import depth
-from dovetail.simulate.channel import leave
-from dovetail.simulate.launch import report
+from dovetail.emulate.channel import leave
+from dovetail.emulate.launch import report
+from dovetail.planning.depth import planner
 from dovetail.train import agree
-from dovetail.train.partial import PartialBackprop
+from dovetail.train.partial.module import PartialBackprop
 
 LAYERS, BATCH = 8, 16
 FORWARD, BACKWARD = 0.0016, 0.0032
@@ -111,7 +111,7 @@ def main(rounds: int, steps: int, layer_bytes: int) -> None:
     network = measure.network(
         group, max_bytes=4 * layer_bytes, collectives=("all_reduce",), budget=8.0, name="shaped", emulated=True
     )
-    plans = agree.from_first({name: depth.plan(profile, network, policy=name) for name in POLICIES}, group, device)
+    plans = agree.from_first({name: planner.plan(profile, network, policy=name) for name in POLICIES}, group, device)
     models: dict[str, nn.Module] = {"ddp": DistributedDataParallel(Emulated(layer_bytes))}
     for name, plan in plans.items():
         models[name] = PartialBackprop(Emulated(layer_bytes), plan, guard=None, profile=profile, network=network)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.job import Job, Phase, ladder
-from dovetail.planning.priority import Standing
-from dovetail.planning.schedulers import policy
+from dovetail.planning.sharing.policies import policy
+from dovetail.planning.sharing.priority import Standing
 from dovetail.simulate.cluster import EXACT
 from dovetail.simulate.cluster.tasks import TaskEngine
 

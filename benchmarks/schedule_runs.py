@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dovetail.planning.pack import Cluster
+from dovetail.planning.sharing.pack import Cluster
 from dovetail.simulate.cluster import report, simulate
 from dovetail.simulate.cluster.study import contenders
 from dovetail.simulate.traces import read_trace
@@ -33,7 +33,7 @@ def on_all_cores(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 def invariants() -> tuple[str, bool]:
     """The property tests of the task level, as they are run by `make test`."""
-    tests = ["tests/simulate/test_cluster_tasks.py", "-k", "invariants"]
+    tests = ["tests/simulate/cluster/test_tasks.py", "-k", "invariants"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     lines = run.stdout.strip().splitlines()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.job import Job, Phase, ladder
-from dovetail.planning.pack import Cluster
-from dovetail.planning.schedulers import policy
+from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.policies import policy
 from dovetail.simulate.cluster import EXACT, Costs, Outcome, bounds, capacity, report, simulate
 from dovetail.simulate.cluster.bounds import saturated_bound
 from dovetail.simulate.cluster.run import Level

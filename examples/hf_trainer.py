@@ -49,7 +49,7 @@ def main():
             plan = dovetail.read(path, dovetail.Plan)
         else:
             batch = {key: torch.stack([sample[key] for sample in data[:8]]) for key in data[0]}
-            profile = dovetail.measure.profile(trainer.model, batch)
+            profile = dovetail.measure.profiler(trainer.model, batch)
             plan = dovetail.plan(profile, dovetail.measure.preset("10gbe-2"))
 
         plan.apply(trainer)

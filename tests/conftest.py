@@ -21,21 +21,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
     "test_examples.py",
-    "test_demo.py",
-    "cluster/test_load.py",
-    "train/test_run.py",
-    "train/test_partial.py",
-    "train/test_ddp.py",
-    "cluster/test_executor_real.py",
+    "demo/test_demo.py",
+    "cluster/web/test_load.py",
+    "train/run/test_launcher.py",
+    "train/partial/test_module.py",
+    "train/data_parallel/test_module.py",
+    "cluster/executor/test_executor_real.py",
     "cluster/test_examples.py",
     "docs/test_tutorial.py",
-    "cluster/test_ray.py",
-    "train/test_burst.py",
+    "cluster/engines/test_ray.py",
+    "train/burst/test_module.py",
     "reference/test_cluster_traces.py",
-    "train/test_overlap.py",
-    "simulate/test_cluster_fluid.py",
-    "train/test_partial_run.py",
-    "simulate/test_contest.py",
+    "train/data_parallel/test_overlap.py",
+    "simulate/cluster/test_fluid.py",
+    "train/run/test_adopt.py",
+    "emulate/test_contest.py",
 )
 
 

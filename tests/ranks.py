@@ -8,12 +8,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from dovetail.simulate.launch import launch, report
-
-ROOT = Path(__file__).resolve().parents[1]
+from dovetail.emulate.launch import launch, report
+from tests.paths import ROOT
 
 
 def run_ranks(function: Callable[..., Any], *, ranks: int = 2, timeout: float = 240, **given: Any) -> list[Any]:
@@ -39,7 +37,7 @@ def _main(calls: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from dovetail.simulate.channel import leave
+    from dovetail.emulate.channel import leave
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

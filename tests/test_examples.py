@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from dovetail.core import store
+from dovetail.core import files
+from tests.paths import EXAMPLES
 
 from .train.test_integrations import plan_for
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT = 240.0  # seconds for one example
 LAYERS = [(64, 512), (512, 512), (512, 512), (512, 10)]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -52,7 +52,7 @@ def test_plain_ddp_follows_a_stored_plan(tmp_path: Path) -> None:
     need("sklearn")
     layers = [nn.Identity() if i % 2 else nn.Linear(*LAYERS[i // 2]) for i in range(7)]  # as the example has them
     plan = plan_for(nn.Sequential(*layers), [2, 4, 8])
-    store.write(tmp_path / "plan.json", plan)
+    files.write(tmp_path / "plan.json", plan)
     output = finish([*TORCHRUN, str(EXAMPLES / "plan_file.py"), "--plan", str(tmp_path / "plan.json")])
     assert_loss_fell(output)
     assert listed("torch uses buckets of", output) == [b.bytes for b in plan.buckets]

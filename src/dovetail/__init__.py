@@ -12,46 +12,49 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import _moved
+from .core.plan import register_applier
+
 if TYPE_CHECKING:
     from . import measure
-    from .cluster.jobs import TrainingJob
-    from .core.depth import DepthPlan
+    from .cluster.job.spec import TrainingJob
+    from .core.depth_plan import DepthPlan
     from .core.errors import Error, InputError
+    from .core.files import read, write
     from .core.network import Network
     from .core.plan import Plan
     from .core.profile import Profile
-    from .core.store import read, write
     from .core.timeline import Timeline
     from .planning import compare, plan
-    from .planning.guard import Guard
-    from .train.burst import Burst
-    from .train.ddp import DistributedDataParallel
-    from .train.partial import PartialBackprop
-    from .train.sharded import optimizer
-    from .train.trials import Tuning
+    from .planning.depth.guard import Guard
+    from .train.burst.module import Burst
+    from .train.data_parallel.module import DistributedDataParallel
+    from .train.data_parallel.optimizer import optimizer
+    from .train.data_parallel.trials import Tuning
+    from .train.partial.module import PartialBackprop
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Burst": "train.burst",
-    "DepthPlan": "core.depth",
-    "DistributedDataParallel": "train.ddp",
+    "Burst": "train.burst.module",
+    "DepthPlan": "core.depth_plan",
+    "DistributedDataParallel": "train.data_parallel.module",
     "Error": "core.errors",
-    "Guard": "planning.guard",
+    "Guard": "planning.depth.guard",
     "InputError": "core.errors",
     "Network": "core.network",
-    "PartialBackprop": "train.partial",
+    "PartialBackprop": "train.partial.module",
     "Plan": "core.plan",
     "Profile": "core.profile",
     "Timeline": "core.timeline",
-    "TrainingJob": "cluster.jobs",
-    "Tuning": "train.trials",
+    "TrainingJob": "cluster.job.spec",
+    "Tuning": "train.data_parallel.trials",
     "compare": "planning",
     "measure": "",
-    "optimizer": "train.sharded",
+    "optimizer": "train.data_parallel.optimizer",
     "plan": "planning",
-    "read": "core.store",
-    "write": "core.store",
+    "read": "core.files",
+    "write": "core.files",
 }
 
 __all__ = [
@@ -75,6 +78,14 @@ __all__ = [
     "read",
     "write",
 ]
+
+
+def _apply(plan: Plan, target: Any) -> None:
+    import_module("dovetail.train.integrations").apply(plan, target)
+
+
+register_applier(_apply)
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
+from tests.paths import EXAMPLES
+
 from .trial import trial
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cluster"
+JOBS = EXAMPLES / "cluster"
 JOBS = {"digits": "sklearn", "cnn": "sklearn", "characters": "", "gpt2": "transformers", "emulated": ""}
 GANGS = ("gang_ddp", "gang_burst")
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*JOBS, *GANGS}
+    assert {path.stem for path in JOBS.glob("*.py")} == {*JOBS, *GANGS}
 
 
 def test_every_example_runs_and_its_loss_falls() -> None:
@@ -39,7 +40,7 @@ def test_every_example_runs_and_its_loss_falls() -> None:
 
 
 def text(name: str) -> str:
-    return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    return (JOBS / f"{name}.py").read_text(encoding="utf-8")
 
 
 def gang(client: trial.Client, name: str) -> int:

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.cli.replaying import replay as run
+from dovetail.cli.replay import replay as run
+from dovetail.cluster.coordinator.job_store import Store
+from dovetail.cluster.executor.recorder import Clock, Held, Ran, lines
 from dovetail.cluster.home import Home, Settings
-from dovetail.cluster.messages import Described
-from dovetail.cluster.recorder import Clock, Held, Ran, lines
+from dovetail.cluster.job.submission import Submission
 from dovetail.cluster.replay import folded, play, read, replay
-from dovetail.cluster.store import Store
-from dovetail.cluster.submission import Submission
+from dovetail.cluster.transport.messages import Described
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Phase, TaskRun, ladder
-from dovetail.planning.pack import Cluster
-from dovetail.planning.schedulers import policy
+from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.policies import policy
 from dovetail.simulate.cluster import EXACT, simulate
 
 EPOCH = 1_700_000_000.0

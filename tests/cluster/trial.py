@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-_BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-if _BENCHMARKS not in sys.path:
-    sys.path.append(_BENCHMARKS)
+from tests.paths import BENCHMARKS
 
-import cluster_load as load  # noqa: E402
-import cluster_trial as trial  # noqa: E402
+if str(BENCHMARKS) not in sys.path:
+    sys.path.append(str(BENCHMARKS))
+
+import cluster_load as load
+import cluster_trial as trial
 
 __all__ = ["load", "trial"]

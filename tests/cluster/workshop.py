@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dovetail.cluster.home import arena_name, cluster_id
-from dovetail.cluster.messages import (
+from dovetail.cluster.transport.messages import (
     Claim,
     Done,
     Hello,
@@ -35,9 +35,9 @@ from dovetail.cluster.messages import (
     Took,
     Welcome,
 )
-from dovetail.cluster.wire import Connection
+from dovetail.cluster.transport.wire import Connection
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 KEY = "secret"
 LIMIT = 60.0
 M = TypeVar("M", bound=Message)
@@ -177,8 +177,9 @@ def execute(
     `jitter`: waits up to so many seconds before claims and ends; `twice`: the share of tasks that it runs twice;
     `die_after`: dies by SIGKILL in the middle of its so-manieth task.
     """
-    from dovetail.cluster import channel, jobs, task
-    from dovetail.cluster.starting import submission
+    from dovetail.cluster.executor import task
+    from dovetail.cluster.job import spec, tensor_channel
+    from dovetail.cluster.job.submission import stored_options
 
     chance = random.Random(device + 1000 * epoch)
     folder = Path(home) / "jobs" / job
@@ -190,8 +191,8 @@ def execute(
             return
         through = None
         if not welcome.memory:
-            through = channel.join(welcome.store, welcome.channel, local="127.0.0.1", timeout=LIMIT)
-        loaded = jobs.load(folder / "job.py", submission(folder))
+            through = tensor_channel.join(welcome.store, welcome.channel, local="127.0.0.1", timeout=LIMIT)
+        loaded = spec.load(folder / "job.py", stored_options(folder))
         runner = task.open_runner(loaded, welcome.memory, emulated=emulated, header=welcome.header, channel=through)
         count, offered, shares = 0, list[Task](), not asks and through is None
 
@@ -237,14 +238,14 @@ def execute(
 
 
 def _child(role: str, settings: dict[str, Any], log: str) -> None:
-    from dovetail.cluster import roles
+    from dovetail.cluster.engines import process
 
     handle = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    roles.die_with_parent()
+    process.die_with_parent()
     if role == "aggregator":
-        os._exit(roles.run("aggregator", settings))
+        os._exit(process.run("aggregator", settings))
     execute(**settings)
     os._exit(0)
 
@@ -253,8 +254,8 @@ def _serve(log: str) -> None:
     import sklearn.datasets  # noqa: F401  # once for all, as torch
     import torch
 
-    import dovetail.cluster.aggregator
-    import dovetail.cluster.task  # noqa: F401
+    import dovetail.cluster.aggregator.main
+    import dovetail.cluster.executor.task  # noqa: F401
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()  # imports torch's compiler, for seconds

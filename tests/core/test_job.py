@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.core import store
+from dovetail.core import files
 from dovetail.core.errors import InputError
 from dovetail.core.job import Job, Lease, Phase, Schedule, Stage, TaskRun, ladder
 
@@ -28,8 +28,8 @@ def test_a_job_and_a_schedule_come_back_as_they_were_stored(tmp_path: Path) -> N
     task = TaskRun(job="language", iteration=0, worker=1, device=2, start=0.0, stop=1.0)
     schedule = Schedule(policy="jigsaw", source="predicted", devices=4, leases=(lease,), tasks=(task,))
     for noun in (JOB, schedule):
-        store.write(tmp_path / "noun.json", noun)
-        assert store.read(tmp_path / "noun.json", type(noun)) == noun
+        files.write(tmp_path / "noun.json", noun)
+        assert files.read(tmp_path / "noun.json", type(noun)) == noun
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,18 @@ def test_a_job_and_a_schedule_come_back_as_they_were_stored(tmp_path: Path) -> N
     ],
 )
 def test_a_job_that_cannot_be_is_refused_by_field(tmp_path: Path, change: dict[str, object], field: str) -> None:
-    store.write(tmp_path / "job.json", msgspec.structs.replace(JOB, **change))
+    files.write(tmp_path / "job.json", msgspec.structs.replace(JOB, **change))
     with pytest.raises(InputError) as e:
-        store.read(tmp_path / "job.json", Job)
+        files.read(tmp_path / "job.json", Job)
     assert e.value.field == field
 
 
 def test_a_schedule_with_two_tasks_at_once_on_a_device_is_refused(tmp_path: Path) -> None:
     tasks = tuple(TaskRun(job="a", iteration=0, worker=i, device=0, start=i * 0.5, stop=i * 0.5 + 1) for i in (0, 1))
     schedule = Schedule(policy="jigsaw", source="predicted", devices=1, leases=(), tasks=tasks)
-    store.write(tmp_path / "schedule.json", schedule)
+    files.write(tmp_path / "schedule.json", schedule)
     with pytest.raises(InputError, match="one at a time"):
-        store.read(tmp_path / "schedule.json", Schedule)
+        files.read(tmp_path / "schedule.json", Schedule)
 
 
 @given(k=st.integers(1, 64), f=st.floats(0.01, 10), b=st.floats(0.01, 10), s=st.floats(0, 10))

@@ -12,7 +12,7 @@ from dovetail.core.network import AffineCost, Collective, Fit, Network, Sample, 
 from dovetail.core.profile import Layer, LayerTime, Quantiles
 from dovetail.core.timeline import Span, Timeline, compare
 
-from .test_store import NETWORK, PLAN, PROFILE
+from .test_files import NETWORK, PLAN, PROFILE
 
 
 def exactly(seconds: float) -> Quantiles:

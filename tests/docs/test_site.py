@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import pytest
 
 import dovetail
+from tests.paths import ROOT
 
 from ..view.pages import chromium
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CONFIGURATION = ROOT / "zensical.toml"
 

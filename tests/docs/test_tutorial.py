@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from dovetail.view.page.html import BUNDLE
+from tests.paths import ROOT
 
 from .blocks import Step, blocks, follow, missing
 
-ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 ALL = {"python", "sh", "text", "diff"}
 FOR_READERS = {"console"}

@@ -10,7 +10,7 @@ from dovetail.core.errors import Error
 from dovetail.fabric import emulate, shapes
 from dovetail.fabric.looking import Running
 from dovetail.view.page import serving
-from tests.command import run
+from tests.cli.command import run
 from tests.view.pages import chromium, watched
 
 pytestmark = pytest.mark.root

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail.core import store
+from dovetail.core import files
 from dovetail.core.profile import Profile
-from dovetail.measure import profile
+from dovetail.measure import profiler
 from dovetail.measure.clock import Clock
 
 
@@ -55,9 +55,9 @@ class Slow(nn.Module):
 
 def measured(model: nn.Module, batch: Any, *, clock: Clock | None = None, **options: Any) -> Profile:
     """A profile in few steps, checked and stored and read on the way."""
-    found = profile(model, batch, steps=options.pop("steps", 3), warmup=1, clock=clock, **options)
+    found = profiler(model, batch, steps=options.pop("steps", 3), warmup=1, clock=clock, **options)
     found.check()
-    assert store.decode(store.encode(found), Profile) == found
+    assert files.decode(files.encode(found), Profile) == found
     assert found.tensors[-1].ready <= sum(layer.backward(found.batch) for layer in found.layers) + 1e-12
     return found
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dovetail.core.network import Sample
 from dovetail.core.profile import Quantiles
-from dovetail.measure.network import LEAST, WARMUP, fit, round_up, sizes, table
+from dovetail.measure.collectives import LEAST, WARMUP, fit, round_up, sizes, table
 
 
 def sample(nbytes: int, seconds: float) -> Sample:

@@ -10,7 +10,7 @@ import torch
 
 from dovetail.core.errors import Error, InputError, MissingExtra
 from dovetail.core.profile import Profile
-from dovetail.measure import load, profile
+from dovetail.measure import load, profiler
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (dovetail[examples])"
@@ -51,7 +51,7 @@ def test_a_file_with_model_and_batch_is_a_workload(tmp_path: Path) -> None:
 def test_a_files_own_loss_is_used(tmp_path: Path) -> None:
     work = load(written(tmp_path, GOOD + "\ndef loss(output):\n    return output.sum()\n"))
     assert work.loss is not None
-    found = profile(work.model, work.make_batch(2), loss=work.loss, steps=1, warmup=0)
+    found = profiler(work.model, work.make_batch(2), loss=work.loss, steps=1, warmup=0)
     assert isinstance(found, Profile)
 
 
@@ -148,7 +148,7 @@ def test_resnet_50_has_its_published_size() -> None:
 )
 def test_hugging_face_models_profile_from_their_configuration(spec: str, tied: bool) -> None:
     work = load(spec)
-    found = profile(work.model, work.make_batch(2), steps=1, warmup=0, batches=[2])
+    found = profiler(work.model, work.make_batch(2), steps=1, warmup=0, batches=[2])
     found.check()
     assert {t.name for t in found.tensors} == {name for name, p in work.model.named_parameters() if p.requires_grad}
     if tied:

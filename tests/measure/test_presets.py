@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dovetail.core import store
+from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.network import COLLECTIVES, Network
 from dovetail.measure import PRESETS, preset
@@ -18,11 +18,11 @@ def test_importing_measure_imports_no_torch() -> None:
 
 def test_the_public_names_are_functions_even_after_their_modules_were_imported() -> None:
     import dovetail.measure
-    from dovetail.measure.network import network
-    from dovetail.measure.profile import profile
+    from dovetail.measure.collectives import network
+    from dovetail.measure.profiler import profile
 
-    assert dovetail.measure.profile is profile
-    assert dovetail.measure.network is network
+    assert dovetail.measure.profiler is profile
+    assert dovetail.measure.collectives is network
 
 
 def test_ten_gigabit_ethernet_follows_the_published_ring_simulation() -> None:
@@ -63,7 +63,7 @@ def test_every_preset_says_that_nothing_was_measured_and_survives_storage(fabric
     network = preset(f"{fabric}-16")
     assert not network.measured
     assert network.source.startswith("preset, not measured")
-    assert store.decode(store.encode(network), Network) == network
+    assert files.decode(files.encode(network), Network) == network
     if fabric in ("25gbe", "100gbe"):
         assert "assumed" in network.source
 

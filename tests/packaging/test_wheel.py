@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.core import store
+from dovetail.core import files
 from dovetail.view import example
 from dovetail.view.page.html import BUNDLE
 
@@ -41,7 +41,7 @@ def run(python: Path, tmp_path: Path) -> Run:
     """Runs the installed command in a folder with a profile."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE", "COLUMNS")}
     environment = {**kept, "DOVETAIL_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    store.write(tmp_path / "job.json", example.profile())
+    files.write(tmp_path / "job.json", example.profile())
 
     def command(*words: str, program: str = "dovetail") -> subprocess.CompletedProcess[str]:
         called = [str(python.parent / program), *words]
@@ -125,9 +125,9 @@ for module in pkgutil.walk_packages(dovetail.__path__, "dovetail.", onerror=lamb
         print(module.name, e.name)
 """
 SERVER = {
-    "dovetail.cluster.api": "fastapi",
-    "dovetail.cluster.head": "uvicorn",
-    "dovetail.cluster.paging": "fastapi",
+    "dovetail.cluster.web.api": "fastapi",
+    "dovetail.cluster.service": "uvicorn",
+    "dovetail.cluster.web.server": "fastapi",
 }
 """What runs inside `dovetail cluster up`, which has looked for both before."""
 

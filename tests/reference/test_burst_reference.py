@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.core.batchlaw import law
+from dovetail.core.batch_law import law
 from dovetail.core.profile import Profile
 from dovetail.measure.layer_table import read_layer_table
-from dovetail.planning.burst import BurstPlanner
-from dovetail.planning.burst_cost import ProfileCost
+from dovetail.planning.burst.cost import ProfileCost
+from dovetail.planning.burst.planner import BurstPlanner
 
 pytestmark = pytest.mark.reference
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.planning.pack import Cluster
-from dovetail.planning.schedulers import policy
+from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.policies import policy
 from dovetail.simulate.cluster import report, simulate
 from dovetail.simulate.traces import read_trace
 

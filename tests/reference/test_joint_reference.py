@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.core.depth import DepthPlan
+from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
 from dovetail.measure.layer_table import read_layer_table
 from dovetail.measure.presets import preset
-from dovetail.planning import depth, plan
-from dovetail.planning.burst import BurstPlanner
-from dovetail.planning.burst_cost import NetworkLinks, ProfileCost
-from dovetail.planning.burst_overlap import fastest_overlapped
-from dovetail.planning.joint import throughput
-from dovetail.planning.joint_parts import OBJECTIVES, AnyPlan
-from dovetail.simulate.joint import choose, score
-
-from ..planning.oracle import made_profile
+from dovetail.planning import plan
+from dovetail.planning.auto.options import OBJECTIVES, AnyPlan
+from dovetail.planning.auto.search import throughput
+from dovetail.planning.burst.cost import NetworkLinks, ProfileCost
+from dovetail.planning.burst.overlap import fastest_overlapped
+from dovetail.planning.burst.planner import BurstPlanner
+from dovetail.planning.depth import planner as depths
+from dovetail.simulate.auto import choose, score
+from tests.planning.merge.oracle import made_profile
 
 pytestmark = pytest.mark.reference
 
@@ -43,7 +43,7 @@ def singles(job: Profile, net: Network, batch: int) -> list[AnyPlan]:
     devices, local = net.ranks, batch // net.ranks
     found: list[AnyPlan] = [plan(job, net, workers=devices, batch=local, policy=p) for p in ("ddp", "auto", "optimal")]
     found.append(plan(job, net, workers=devices, batch=local, policy="optimal", overlap="forward"))
-    found += depth.compare(job, net, workers=devices, batch=local, policies=["full", "ladder", "balanced"])
+    found += depths.compare(job, net, workers=devices, batch=local, policies=["full", "ladder", "balanced"])
     if len(job.layers[0].times) > 1:
         counts = tuple(2**i for i in range(devices.bit_length()))
         planner = BurstPlanner(job, ProfileCost(job, batch, NetworkLinks(net)), devices, counts=counts)

@@ -15,10 +15,11 @@ import pytest
 
 from dovetail.core.network import Network, TableCost
 from dovetail.core.profile import Profile
-from dovetail.planning import compare, merge, plan, rules
+from dovetail.planning import compare, plan
+from dovetail.planning.merge import exact, robust, rules
+from dovetail.planning.merge import stream as streams
 from dovetail.simulate import scale, simulate
-
-from ..planning.oracle import made_network, made_profile
+from tests.planning.merge.oracle import made_network, made_profile
 
 pytestmark = pytest.mark.reference
 
@@ -101,8 +102,8 @@ def test_the_exact_algorithms_agree_and_the_timeline_ends_with_them(
     googlenet: Profile, ring: Network, nodes: int
 ) -> None:
     made = plan(googlenet, ring, workers=nodes, policy="optimal")
-    stream, cost = merge.stream(googlenet), ring.cost(ranks=nodes)
-    general = merge.objective(stream, merge.optimal(stream, cost), cost)
+    stream, cost = streams.stream(googlenet), ring.cost(ranks=nodes)
+    general = streams.objective(stream, exact.optimal(stream, cost), cost)
     assert made.prediction.iteration == pytest.approx(made.prediction.forward + general, rel=1e-12)
     assert made.prediction.lower_bound <= made.prediction.iteration
     assert simulate(made, googlenet, ring).duration == made.prediction.iteration
@@ -117,20 +118,20 @@ def test_no_rule_beats_the_optimum_on_the_measured_tables(googlenet: Profile, re
     rows = re.findall(r"^(?:\d+,)?(\d+)\s+([\d.]+)", file.read_text(), re.MULTILINE)
     assert len(rows) == 266
     cost = TableCost(tuple(float(b) for b, _ in rows), tuple(float(us) * 1e-6 for _, us in rows))
-    stream = merge.stream(googlenet)
-    optimum = merge.finish(stream, merge.optimal(stream, cost), cost)
-    assert merge.lower_bound(stream, cost) <= optimum
+    stream = streams.stream(googlenet)
+    optimum = streams.finish(stream, exact.optimal(stream, cost), cost)
+    assert exact.lower_bound(stream, cost) <= optimum
     others = [
         rules.per_tensor(stream),
         rules.fill(stream),
         rules.ddp(stream),
         rules.mgwfbp_greedy(stream, cost),
         rules.accumulate_while_busy(stream, cost),
-        merge.fewest(stream, cost),
-        merge.robust(stream, cost),
-        *merge.best_per_count(stream, cost, 64).values(),
+        exact.fewest(stream, cost),
+        robust.robust(stream, cost),
+        *exact.best_per_count(stream, cost, 64).values(),
     ]
-    assert min(merge.finish(stream, cuts, cost) for cuts in others) >= optimum * (1 - 1e-12)
+    assert min(streams.finish(stream, cuts, cost) for cuts in others) >= optimum * (1 - 1e-12)
 
 
 def test_ready_times_accumulate_backwards_through_the_log(blobs: list[tuple[int, float]], googlenet: Profile) -> None:

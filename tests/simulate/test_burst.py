@@ -9,21 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.core.burst import BurstPlan, BurstPrediction
+from dovetail.core.burst_plan import BurstPlan, BurstPrediction
 from dovetail.core.errors import Error
-from dovetail.core.layout import (
-    Layout,
-    block_layout,
-    busiest,
-    move,
-    moved,
-    next_layout,
-    parts,
-)
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.sample_layout import Layout, block_layout, busiest, move, moved, next_layout, parts
 from dovetail.core.timeline import Timeline
-from dovetail.planning.burst import BurstPlanner
-from dovetail.planning.burst_cost import Links, ProfileCost, moved_samples
+from dovetail.planning.burst.cost import Links, ProfileCost, moved_samples
+from dovetail.planning.burst.planner import BurstPlanner
 from dovetail.simulate.burst import live_bytes, simulate_burst
 from dovetail.view.tracks import union
 

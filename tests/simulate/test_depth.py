@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.planning.depth import Device, described, plan
+from dovetail.planning.depth.planner import Device, described, plan
 from dovetail.simulate.depth import savings, simulate_depth
 from dovetail.view import units
 from dovetail.view.timeline import headline
 from dovetail.view.tracks import exposed
-from tests.planning.oracle import made_network, made_profile
+from tests.planning.merge.oracle import made_network, made_profile
 
 PROFILE = made_profile([1000] * 8, [2.0] * 8, forward=[1.0] * 8)
 NETWORK = made_network(0.1, 1e-4)

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.core import store
+from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Timeline
-from dovetail.planning import merge, plan
-from dovetail.planning.policies import COMPARED
+from dovetail.planning import plan
+from dovetail.planning.merge import stream as streams
+from dovetail.planning.merge.policies import COMPARED
 from dovetail.simulate import simulate
-
-from ..planning.oracle import made_network, made_profile
+from tests.planning.merge.oracle import made_network, made_profile
 
 PROFILE = made_profile([4000, 100, 2_000_000, 500, 9000], [0.02, 0.001, 0.03, 0.005, 0.01])
 NETWORK = made_network(4e-3, 2e-9)
@@ -49,7 +49,7 @@ def test_the_timeline_lasts_as_long_as_the_plan_predicts(
     assert timeline.busy("backward") == pytest.approx(made.prediction.backward, abs=1e-12)
     for name in ("rank 0/compute", "rank 0/network"):
         assert all(a[1] <= b[0] for a, b in pairwise(track(timeline, name))), "one thing at a time"
-    assert store.decode(store.encode(timeline), Timeline) == timeline
+    assert files.decode(files.encode(timeline), Timeline) == timeline
 
 
 def test_layers_go_forward_in_order_and_backward_in_reverse() -> None:
@@ -104,7 +104,7 @@ def test_what_is_emulated_says_so() -> None:
 
 def test_a_plan_can_be_tried_on_another_network() -> None:
     made, slow = plan(PROFILE, NETWORK, policy="ddp"), made_network(1.0, 0.0, name="slow")
-    ends = merge.finish(merge.stream(PROFILE), [b.stop for b in made.buckets], slow.cost())
+    ends = streams.finish(streams.stream(PROFILE), [b.stop for b in made.buckets], slow.cost())
     assert simulate(made, PROFILE, slow).duration == pytest.approx(made.prediction.forward + ends)
 
 

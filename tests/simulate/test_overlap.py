@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.core import store
+from dovetail.core import files
 from dovetail.core.network import Collective, Fit, Network
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Span, Timeline
 from dovetail.planning import plan
-from dovetail.planning.policies import COMPARED
+from dovetail.planning.merge.policies import COMPARED
 from dovetail.simulate import simulate
 from dovetail.simulate.overlap import hidden
 from dovetail.view import tracks
-
-from ..planning.oracle import made_profile
+from tests.planning.merge.oracle import made_profile
 
 
 def network(scatter: float, gather: float, latency: float = 1e-3) -> Network:
@@ -65,7 +64,7 @@ def test_the_timeline_lasts_as_long_as_the_plan_predicts(
     for name in ("rank 0/compute", "rank 0/network"):
         spans = sorted((s.start, s.stop) for s in timeline.spans if s.track == name)
         assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(spans)), "one thing at a time"
-    assert store.decode(store.encode(timeline), Timeline) == timeline
+    assert files.decode(files.encode(timeline), Timeline) == timeline
 
 
 def spans(timeline: Timeline, prefix: str) -> dict[str, Span]:

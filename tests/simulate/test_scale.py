@@ -6,10 +6,9 @@ import pytest
 
 from dovetail.core.errors import Error
 from dovetail.planning import plan
-from dovetail.planning.policies import COMPARED
+from dovetail.planning.merge.policies import COMPARED
 from dovetail.simulate import scale
-
-from ..planning.oracle import made_network, made_profile
+from tests.planning.merge.oracle import made_network, made_profile
 
 PROFILE = made_profile([4000, 100, 2_000_000, 500, 9000] * 6, [0.02, 0.001, 0.03, 0.005, 0.01] * 6)
 NETWORK = made_network(4e-3, 2e-9, ranks=4)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.core import store
-from dovetail.core.depth import DepthPlan
+from dovetail.core import files
+from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.timeline import Timeline
-from dovetail.planning.depth import compare, plan
+from dovetail.planning.depth.planner import compare, plan
 from dovetail.view import depth, example
-from tests.command import run
+from tests.cli.command import run
 
 from .test_tables import row, text
 
@@ -41,8 +41,8 @@ def test_advice_names_the_equal_number_of_workers() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    store.write(tmp_path / "job.json", example.profile())
-    store.write(tmp_path / "net.json", example.network())
+    files.write(tmp_path / "job.json", example.profile())
+    files.write(tmp_path / "net.json", example.network())
     return tmp_path
 
 
@@ -60,12 +60,12 @@ def test_plan_writes_a_depth_plan_that_view_reads(folder: Path) -> None:
     out = folder / "depth.json"
     done = run("plan", folder / "job.json", folder / "net.json", "--workers", "4", "--spb", "balanced", "-o", out)
     assert done.exit_code == 0 and "workers at full depth" in " ".join(done.stdout.split())
-    assert store.read(out, DepthPlan).policy == "balanced"
+    assert files.read(out, DepthPlan).policy == "balanced"
     assert "1 of 4" in run("view", out).stdout
     done = run("simulate", out, "-o", folder / "step.json", "--profile", folder / "job.json")
     assert done.exit_code == 0 and "1 of 4" in done.stdout
-    timeline = store.read(folder / "step.json", Timeline)
-    assert timeline.duration == pytest.approx(store.read(out, DepthPlan).phases[0].iteration)
+    timeline = files.read(folder / "step.json", Timeline)
+    assert timeline.duration == pytest.approx(files.read(out, DepthPlan).phases[0].iteration)
     assert {s.track for s in timeline.spans} >= {f"rank {i}/compute" for i in range(4)}
     wrong = run("plan", folder / "job.json", folder / "net.json", "--spb", "stairs", "-o", folder / "no.json")
     assert wrong.exit_code == 1 and "no policy 'stairs'" in wrong.stderr

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from dovetail.cluster import local
+from dovetail.cluster import up_down
 from dovetail.cluster.client import Client
 from dovetail.view import palette
-from tests.command import run
+from tests.cli.command import run
 
 from .pages import Seen, chromium, opened_file, watched
 
@@ -53,10 +53,10 @@ def until(true: Callable[[], Any], timeout: float = 60.0) -> None:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     where = tmp_path_factory.mktemp("live") / "home"
     try:
-        local.up(where, devices=2, emulated=True, timeout=180)
+        up_down.up(where, devices=2, emulated=True, timeout=180)
         yield where
     finally:
-        local.down(where, grace=0.0)
+        up_down.down(where, grace=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_copy_for_sharing_shows_the_same_and_asks_nobody(browser: Any, home: P
 
 
 def test_when_the_cluster_is_gone_the_page_says_so_and_keeps_the_last(live: Seen, home: Path) -> None:
-    local.down(home, grace=0.0)
+    up_down.down(home, grace=0.0)
     page = live.page
     page.wait_for_selector("[role=alert]")
     assert "does not answer any more" in page.locator("[role=alert]").inner_text()

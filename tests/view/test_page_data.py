@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.core import store
+from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.job import Schedule
 from dovetail.core.timeline import Span, Timeline
-from dovetail.planning.depth import plan as depth_plan
+from dovetail.planning.depth.planner import plan as depth_plan
 from dovetail.simulate.depth import simulate_depth
 from dovetail.view import example, palette, tracks, units
 from dovetail.view.page import (
@@ -42,9 +42,9 @@ from dovetail.view.page.document import encode
 from dovetail.view.page.fabric import places, split
 from dovetail.view.page.lead import bar
 from dovetail.view.page.pictures import Drawn
+from tests.cli.command import run, shell
+from tests.planning.merge.oracle import made_network, made_profile
 
-from ..command import run, shell
-from ..planning.oracle import made_network, made_profile
 from . import samples
 
 needs_bundle = pytest.mark.skipif(not (html.BUNDLE / "app.js").exists(), reason="the page is not built (make page)")
@@ -200,21 +200,21 @@ def test_with_a_profile_alone_communication_is_not_known() -> None:
 
 def test_a_plan_is_predicted_again_from_what_lies_beside_it(tmp_path: Path) -> None:
     for name, noun in (("job.json", example.profile()), ("net.json", example.network())):
-        store.write(tmp_path / name, noun)
+        files.write(tmp_path / name, noun)
     plan = tmp_path / "plan.json"
     assert run("plan", tmp_path / "job.json", tmp_path / "net.json", "-o", plan).exit_code == 0
-    from dovetail.cli.paging import read
+    from dovetail.cli.page import read
 
     found = document(read([plan]))
     assert [d.source for d in found.plans[0].drawn] == ["predicted", "predicted"]
     assert found.profiles == () and found.scaling, "what lies beside is used, and not shown for itself"
-    alone = document(sort([store.read(plan, type(read([plan]).plans[0]))]))
+    alone = document(sort([files.read(plan, type(read([plan]).plans[0]))]))
     assert alone.plans[0].drawn == () and "are not here" in alone.plans[0].missing
 
 
 def test_answers_of_commands_are_known_by_their_fields(tmp_path: Path) -> None:
-    store.write(tmp_path / "job.json", example.profile())
-    store.write(tmp_path / "net.json", example.network())
+    files.write(tmp_path / "job.json", example.profile())
+    files.write(tmp_path / "net.json", example.network())
     for command in (
         ["scale", tmp_path / "job.json", "--network", tmp_path / "net.json", "--workers", "2..8"],
         ["plan", tmp_path / "job.json", "--burst", "--devices", "4", "-o", tmp_path / "burst-plan.json"],
@@ -304,7 +304,7 @@ def test_serve_prints_the_address_and_ends_with_an_interrupt(tmp_path: Path) -> 
     import os
     import signal
 
-    store.write(tmp_path / "t.json", example.timelines()[0])
+    files.write(tmp_path / "t.json", example.timelines()[0])
     command = [sys.executable, "-m", "dovetail", "view", str(tmp_path / "t.json"), "--serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -321,7 +321,7 @@ def test_serve_prints_the_address_and_ends_with_an_interrupt(tmp_path: Path) -> 
 
 def test_a_page_that_is_not_built_says_how_to_build_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "BUNDLE", tmp_path)
-    store.write(tmp_path / "t.json", example.timelines()[0])
+    files.write(tmp_path / "t.json", example.timelines()[0])
     result = run("view", tmp_path / "t.json", "--html", tmp_path / "out.html")
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines() == [f"dovetail: {html.HOW}"]
@@ -329,8 +329,8 @@ def test_a_page_that_is_not_built_says_how_to_build_it(tmp_path: Path, monkeypat
 
 
 def test_the_terminal_shows_what_it_always_did(tmp_path: Path) -> None:
-    store.write(tmp_path / "t.json", example.timelines()[0])
-    store.write(tmp_path / "s.json", samples.schedule())
+    files.write(tmp_path / "t.json", example.timelines()[0])
+    files.write(tmp_path / "s.json", samples.schedule())
     assert "predicted · example: 119 ms" in run("view", tmp_path / "t.json").stdout
     assert "device 1/tasks" in run("view", tmp_path / "s.json").stdout
     assert shell("view", tmp_path / "t.json", "--html", tmp_path / "x.txt").returncode == 2

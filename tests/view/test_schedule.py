@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dovetail.cli.scheduling import ScheduleCommand, numbers, schedule
+from dovetail.cli.schedule import ScheduleCommand, numbers, schedule
 from dovetail.core.errors import Error
-from dovetail.planning.pack import Cluster
+from dovetail.planning.sharing.pack import Cluster
 from dovetail.simulate.cluster.study import contenders, study
 from dovetail.simulate.traces import read_trace
 from dovetail.view.schedule import span, verdict

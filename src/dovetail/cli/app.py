@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from dovetail.core.errors import Error
 
-from . import measuring, planning, running, scheduling, viewing
+from . import measure, plan, run, schedule, view
 from .cluster import app as cluster
 from .fabric import app as fabric
 
@@ -75,15 +75,15 @@ def _root(
 
 
 for name, command, short, kind in (
-    ("demo", running.demo, "the main job: a real model against DDP on a shaped network", TyperCommand),
-    ("profile", measuring.profile, "measure a model", TyperCommand),
-    ("network", measuring.network, "measure a network, or take a preset", TyperCommand),
-    ("plan", planning.plan, "compare every policy, choose, explain, write the plan", planning.PlanCommand),
-    ("simulate", planning.simulate, "predict one iteration of a plan", TyperCommand),
-    ("scale", planning.scale, "predict the speed-up on many workers", TyperCommand),
-    ("train", running.train, "run a DDP script with planned buckets", TyperCommand),
-    ("schedule", scheduling.schedule, "simulate a cluster under a trace of jobs", scheduling.ScheduleCommand),
-    ("view", viewing.view, "look at files: tables, the page, pictures, Perfetto traces", TyperCommand),
+    ("demo", run.demo, "the main job: a real model against DDP on a shaped network", TyperCommand),
+    ("profile", measure.profile, "measure a model", TyperCommand),
+    ("network", measure.network, "measure a network, or take a preset", TyperCommand),
+    ("plan", plan.plan, "compare every policy, choose, explain, write the plan", plan.PlanCommand),
+    ("simulate", plan.simulate, "predict one iteration of a plan", TyperCommand),
+    ("scale", plan.scale, "predict the speed-up on many workers", TyperCommand),
+    ("train", run.train, "run a DDP script with planned buckets", TyperCommand),
+    ("schedule", schedule.schedule, "simulate a cluster under a trace of jobs", schedule.ScheduleCommand),
+    ("view", view.view, "look at files: tables, the page, pictures, Perfetto traces", TyperCommand),
 ):
     app.command(name, short_help=short, cls=kind)(command)
 app.add_typer(cluster, name="cluster", short_help="many jobs on shared devices: a service")

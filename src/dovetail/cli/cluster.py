@@ -15,8 +15,8 @@ import typer
 
 from dovetail.core.errors import InputError
 
-from . import inputs, shell
-from .replaying import replay
+from . import console, inputs
+from .replay import replay
 
 if TYPE_CHECKING:
     from dovetail.cluster.client import Client
@@ -40,7 +40,7 @@ JobNumber = Annotated[int, typer.Argument(metavar="JOB", min=1, help="Its number
 
 def _client(home: Path | None, url: str, token_file: Path | None, **options: Any) -> Client:
     from dovetail.cluster.client import Client
-    from dovetail.cluster.local import read_token
+    from dovetail.cluster.up_down import read_token
 
     return Client(url or home, read_token(token_file) if token_file else "", **options)
 
@@ -59,15 +59,15 @@ def up(
         Path | None, typer.Option("--token-file", metavar="FILE", help="Every request must carry the token in it.")
     ] = None,
     home: HomeOption = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """Start a cluster, and go on with the jobs that were there. Running already: says so."""
     from dataclasses import asdict
 
-    from dovetail.cluster import local
+    from dovetail.cluster import up_down
 
     start = time.monotonic()
-    address, ran = local.up(
+    address, ran = up_down.up(
         home, devices=devices, emulated=emulated, policy=policy, device_bytes=inputs.memory_bytes(memory),
         engine=engine, ray=ray, host=host, port=port, token_file=token_file,
     )  # fmt: skip
@@ -82,7 +82,7 @@ def up(
     other = [option for option, same in asked.items() if not same]
     if ran and other:
         line += f"\n{', '.join(other)}: not as asked for; `dovetail cluster down` first"
-    shell.result(facts, json, line, _where_to_look(address.url))
+    console.result(facts, json, line, _where_to_look(address.url))
 
 
 def _where_to_look(url: str) -> str:
@@ -95,13 +95,13 @@ def _where_to_look(url: str) -> str:
 def down(
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds for running jobs to write checkpoints.")] = 10.0,
     home: HomeOption = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """End the cluster. Jobs stay in its store and go on with the next `up`."""
-    from dovetail.cluster import local
+    from dovetail.cluster import up_down
 
-    ran = local.down(home, grace=grace)
-    shell.result({"down": True, "ran": ran}, json, "down" if ran else "no cluster was running")
+    ran = up_down.down(home, grace=grace)
+    console.result({"down": True, "ran": ran}, json, "down" if ran else "no cluster was running")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -127,7 +127,7 @@ def submit(
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """Hand in a job. It is safely stored when this returns."""
     import uuid
@@ -157,13 +157,13 @@ def submit(
             time.sleep(0.1)
             job = _patiently(lambda: client.job(number), limit=60.0)
     line = f"job {job['job']} ({job['name']}): {job['state']}"
-    shell.result(job, json, f"{line}: {job['reason']}" if job.get("reason") else line)
+    console.result(job, json, f"{line}: {job['reason']}" if job.get("reason") else line)
     if wait and job["state"] != "finished":
         raise typer.Exit(1)
 
 
 def _text(file: Path) -> str:
-    from dovetail.cluster.submission import MOST_TEXT
+    from dovetail.cluster.job.submission import MOST_TEXT
 
     try:
         if file.exists() and not file.is_file():  # a pipe or a device might have no end
@@ -210,23 +210,23 @@ def status(
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """Devices and jobs."""
     client = _client(home, url, token_file)
     found = client.status()
     if json:
-        shell.emit(found)
+        console.emit(found)
         return
-    from dovetail.cluster.display import draw
+    from .cluster_table import draw
 
     if not watch:
-        shell.show(*draw(found))
+        console.show(*draw(found))
         return
     from rich.console import Group
     from rich.live import Live
 
-    with contextlib.suppress(KeyboardInterrupt), Live(console=shell.console(), screen=False) as shown:
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console.console(), screen=False) as shown:
         while True:
             shown.update(Group(*draw(found)), refresh=True)
             time.sleep(0.5)
@@ -240,7 +240,7 @@ def page(
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """The address of the cluster's page: who runs where now, how far jobs are, why others wait."""
     from dovetail.cluster.client import Client, Refused
@@ -250,22 +250,22 @@ def page(
         client.job(job)
     client.raw("/")  # what keeps it from being shown is told here, and not to a browser
     where = f"{client.url}/" + (f"#job-{job}" if job else "")
-    shell.result({"url": where}, json, where)
+    console.result({"url": where}, json, where)
     try:
         Client(client.url).status(jobs=False)
     except Refused:
-        shell.say("the browser asks for a name and a password: any name, and the cluster's token")
+        console.say("the browser asks for a name and a password: any name, and the cluster's token")
     if open_:
-        shell.browse(where)
+        console.browse(where)
 
 
 @app.command()
 def why(
-    job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: shell.Json = False
+    job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: console.Json = False
 ) -> None:
     """Why a job waits, or is slow."""
     found = _client(home, url, token_file).why(job)
-    shell.result(
+    console.result(
         found, json, f"job {found['job']} ({found['name']}): {found['state']}", *(f"  {w}" for w in found["why"])
     )
 
@@ -277,13 +277,13 @@ def logs(
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """What a job printed, and what happened to it."""
     client = _client(home, url, token_file)
     found = client.logs(job)
     if json:
-        shell.emit(found)
+        console.emit(found)
         return
     while True:
         sys.stdout.write(found["text"])
@@ -298,10 +298,10 @@ def logs(
 
 def _change(verb: str, past: str) -> Callable[..., None]:
     def change(
-        job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: shell.Json = False
+        job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: console.Json = False
     ) -> None:
         found = getattr(_client(home, url, token_file), verb)(job)
-        shell.result(found, json, f"job {found['job']} ({found['name']}): {past}")
+        console.result(found, json, f"job {found['job']} ({found['name']}): {past}")
 
     change.__name__ = verb
     return change

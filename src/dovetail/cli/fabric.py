@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import shell
+from . import console
 
 app = typer.Typer(
     name="fabric",
@@ -35,7 +35,7 @@ def up(
         str, typer.Option(metavar="tc|xdp", help="Where the programs sit; at tc segments of 64 KiB stay whole.")
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check topology and policy; build nothing.")] = False,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """Build a fabric. If it is up already, bring its policy to what the file says, without a window in between."""
     from dovetail.fabric import emulate, hooks
@@ -58,7 +58,7 @@ def up(
         typer.echo(f"note: {warning}", err=True)
     size = f"{len(plan.switches)} switches, {len(plan.links)} links, {len(plan.hosts)} hosts"
     if dry_run:
-        shell.result(
+        console.result(
             {"topology": plan.name, "policies": len(policies.automata)}, json, f"{plan.name}: {size}; policy holds"
         )
         return
@@ -70,13 +70,13 @@ def up(
         facts["hook"] = fabric.plane.hook
         first = list(hosts.items())[:4]
         shown = ", ".join(f"{h} {a}" for h, a in first) + (", …" if len(hosts) > 4 else "")
-        shell.result(facts, json, f"{name}: {size} (emulated), tables {generation}", f"hosts: {shown}")
+        console.result(facts, json, f"{name}: {size} (emulated), tables {generation}", f"hosts: {shown}")
     finally:
         fabric.close()
 
 
 @app.command()
-def status(name: Name = None, json: shell.Json = False) -> None:
+def status(name: Name = None, json: console.Json = False) -> None:
     """Links that are not up, and what the switches counted."""
     from dovetail.fabric import emulate, looking
 
@@ -92,7 +92,7 @@ def status(name: Name = None, json: shell.Json = False) -> None:
         ]
         lines += [f"{k:>20} {v:,}" for k, v in facts["counters"].items() if v]
         lines += [f"{s} heard that {', '.join(b)} failed" for s, b in list(facts["believed"].items())[:8]]
-        shell.result(facts, json, *lines)
+        console.result(facts, json, *lines)
     finally:
         fabric.close()
 
@@ -105,7 +105,7 @@ def fail(
         bool, typer.Option("--drain", help="Take it out of service in good order: nothing is lost.")
     ] = False,
     name: Name = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """Break a link: carrier lost at both ends, at once."""
     from dovetail.fabric import emulate
@@ -117,7 +117,7 @@ def fail(
         index = fabric.topology.find_link(link)
         fabric.fail(index, how="silent" if silent else "drained" if drain else "down")
         state = fabric.link_state(index)
-        shell.result({"link": fabric.topology.link_name(index), "state": state}, json, f"{link}: {state}")
+        console.result({"link": fabric.topology.link_name(index), "state": state}, json, f"{link}: {state}")
     finally:
         fabric.close()
 
@@ -126,7 +126,7 @@ def fail(
 def heal(
     link: Annotated[str | None, typer.Argument(metavar="A-B", help="A link; without one, all of them.")] = None,
     name: Name = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """Bring a link back, or all."""
     from dovetail.fabric import emulate
@@ -137,7 +137,7 @@ def heal(
         for index in wanted:
             fabric.heal(index)
         healed = [fabric.topology.link_name(i) for i in wanted]
-        shell.result({"healed": healed}, json, f"up: {', '.join(healed) or 'all links were'}")
+        console.result({"healed": healed}, json, f"up: {', '.join(healed) or 'all links were'}")
     finally:
         fabric.close()
 
@@ -148,7 +148,7 @@ def check(
     most: Annotated[int, typer.Option(min=1, help="Sample this many probes where there would be more.")] = 20_000,
     ipv6: Annotated[bool, typer.Option("--ipv6", help="Probe with IPv6.")] = False,
     name: Name = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """Send real probes between all hosts, compare each path with the oracle; fail if one breaks the policy."""
     from dataclasses import asdict
@@ -169,7 +169,7 @@ def check(
         f"hops {report.stretch:.3f} × the fewest possible",
         *[f"  {line}" for line in report.faults[:10]],
     ]
-    shell.result({**asdict(report), "holds": report.holds, "stretch": report.stretch}, json, *lines)
+    console.result({**asdict(report), "holds": report.holds, "stretch": report.stretch}, json, *lines)
     if not report.holds:
         raise typer.Exit(1)
 
@@ -181,7 +181,7 @@ def trace(
     flow: Annotated[int, typer.Option(min=0, help="Another flow may take another of the equal paths.")] = 0,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Destination port: a class may be of one port.")] = 9,
     name: Name = None,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """The path of one real probe from A to B, and why it is this one."""
     from dataclasses import asdict
@@ -196,7 +196,7 @@ def trace(
     finally:
         fabric.close()
     way = " → ".join((found.source, *found.walk, found.target)) if found.walk else f"{found.source} ✗ {found.target}"
-    shell.result(asdict(found), json, way, f"policy {found.policy!r}: {found.why}")
+    console.result(asdict(found), json, way, f"policy {found.policy!r}: {found.why}")
 
 
 @app.command()
@@ -242,7 +242,7 @@ def execute(
 def down(
     name: Name = None,
     everything: Annotated[bool, typer.Option("--all", help="Every fabric, whoever built it.")] = False,
-    json: shell.Json = False,
+    json: console.Json = False,
 ) -> None:
     """Remove a fabric and all that runs in it, also after an interrupted `up`. Nothing else is touched."""
     from dovetail.fabric import emulate
@@ -252,4 +252,4 @@ def down(
         raise typer.BadParameter(f"several fabrics are up: {', '.join(names)}; choose with --name, or --all")
     removed = {n: emulate.down(n) for n in names}
     lines = [f"{n}: removed {count} namespaces" for n, count in removed.items()]
-    shell.result(removed, json, *(lines or ["no fabric is up"]))
+    console.result(removed, json, *(lines or ["no fabric is up"]))

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from dovetail.core.burst import BurstPlan
-    from dovetail.core.depth import DepthPlan
+    from dovetail.core.burst_plan import BurstPlan
+    from dovetail.core.depth_plan import DepthPlan
+    from dovetail.core.files import Noun
     from dovetail.core.network import CollectiveName, Network
     from dovetail.core.plan import Plan
     from dovetail.core.profile import Profile
-    from dovetail.core.store import Noun
 
 P = TypeVar("P", "Profile", "Network")
 
@@ -80,33 +80,33 @@ def html_path(path: Path | None) -> Path | None:
 
 
 def read_profile(path: Path) -> Profile:
-    from dovetail.core import store
+    from dovetail.core import files
     from dovetail.core.profile import Profile
 
-    return store.read(path, Profile)
+    return files.read(path, Profile)
 
 
 def read_plan(path: Path) -> Plan | DepthPlan | BurstPlan:
     """A plan of any kind; anything else is told what a plan is."""
-    from dovetail.core import store
-    from dovetail.core.burst import BurstPlan
-    from dovetail.core.depth import DepthPlan
+    from dovetail.core import files
+    from dovetail.core.burst_plan import BurstPlan
+    from dovetail.core.depth_plan import DepthPlan
     from dovetail.core.plan import Plan
 
     kind = _kind(path)
     if kind == BurstPlan.kind:
-        return store.read(path, BurstPlan)
-    return store.read(path, DepthPlan) if kind == DepthPlan.kind else store.read(path, Plan)
+        return files.read(path, BurstPlan)
+    return files.read(path, DepthPlan) if kind == DepthPlan.kind else files.read(path, Plan)
 
 
 def read_network(name: str) -> Network:
     """A network from a file, or else a preset of that name."""
-    from dovetail.core import store
+    from dovetail.core import files
     from dovetail.core.errors import Error
     from dovetail.core.network import Network
 
     if Path(name).exists() or name.endswith(".json") or "/" in name:
-        return store.read(name, Network)
+        return files.read(name, Network)
     from dovetail.measure.presets import preset
 
     try:
@@ -152,9 +152,9 @@ def sources(path: Path, plan: Plan | DepthPlan | BurstPlan) -> list[Path]:
 
 def read_any(path: Path) -> Noun:
     """The noun in a file, whichever it is."""
-    from dovetail.core import store
-    from dovetail.core.burst import BurstPlan
-    from dovetail.core.depth import DepthPlan
+    from dovetail.core import files
+    from dovetail.core.burst_plan import BurstPlan
+    from dovetail.core.depth_plan import DepthPlan
     from dovetail.core.errors import InputError
     from dovetail.core.job import Schedule
     from dovetail.core.network import Network
@@ -167,12 +167,12 @@ def read_any(path: Path) -> Noun:
     kind = _kind(path)
     if kind is None:
         # Reading it as any noun says what is wrong with a file that is missing, cut off or no JSON object.
-        return store.read(path, Profile)
+        return files.read(path, Profile)
     if kind not in nouns:
         got = f"got {kind!r}" if kind else "missing"
         kinds = ", ".join(repr(k) for k in list(nouns)[:-1])
         raise InputError(path, "kind", f"expected {kinds} or 'timeline', {got}")
-    return store.read(path, nouns[kind])
+    return files.read(path, nouns[kind])
 
 
 def _beside(plan: Path, noun: type[P], name: str) -> P | None:
@@ -180,31 +180,31 @@ def _beside(plan: Path, noun: type[P], name: str) -> P | None:
 
     A plan names what it was made from but not where that is stored, so that a folder can move as a whole.
     """
-    from dovetail.core import store
+    from dovetail.core import files
     from dovetail.core.errors import Error
 
-    files = _named(plan, noun, name)
-    found = {store.encode(value): value for _, value in files}
+    named = _named(plan, noun, name)
+    found = {files.encode(value): value for _, value in named}
     if len(found) > 1:
-        listed = ", ".join(path.name for path, _ in files)
+        listed = ", ".join(path.name for path, _ in named)
         raise Error(f"several {noun.kind}s named {name!r} beside {plan} ({listed}): choose with --{noun.kind}")
     return next(iter(found.values()), None)
 
 
 def _named(plan: Path, noun: type[P], name: str) -> list[tuple[Path, P]]:
-    from dovetail.core import store
+    from dovetail.core import files
     from dovetail.core.errors import InputError
 
-    files = []
+    found = []
     for path in sorted(plan.parent.glob("*.json")):
         if _head(path) == noun.kind:
             try:
-                value = store.read(path, noun)
+                value = files.read(path, noun)
             except InputError:
                 continue  # a broken file that nobody named is not this command's business
             if value.name == name:
-                files.append((path, value))
-    return files
+                found.append((path, value))
+    return found
 
 
 def _head(path: Path) -> str | None:

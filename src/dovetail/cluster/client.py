@@ -125,7 +125,7 @@ class Client:
             raise Unreachable(f"no cluster runs in {self.home.path}: start one with `dovetail cluster up`")
         token = self._token
         if not token and address.token_file:
-            from .local import read_token
+            from .up_down import read_token
 
             token = read_token(Path(address.token_file))
         return address.url, token

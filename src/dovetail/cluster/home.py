@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dovetail.core.errors import Error, InputError
-from dovetail.core.store import write_text
+from dovetail.core.files import write_text
 
 VARIABLE = "DOVETAIL_HOME"
 SHARED_MEMORY = Path("/dev/shm")

@@ -22,15 +22,15 @@ import numpy as np
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Phase
 from dovetail.core.timeline import Comparison
-from dovetail.planning.pack import Cluster
-from dovetail.planning.schedulers import policy as named
+from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.policies import policy as named
 from dovetail.simulate.cluster import Costs, Outcome, simulate
 
-from . import recorder
+from .coordinator.job_store import Row, Store
+from .executor import recorder
+from .executor.recorder import Held, Ran
 from .home import Home
-from .messages import Described
-from .recorder import Held, Ran
-from .store import Row, Store
+from .transport.messages import Described
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from .store import Bytes, Count, Index, Name, Noun, Record, Seconds
+from .files import Bytes, Count, Index, Name, Noun, Record, Seconds
 from .timeline import Span, Timeline
 
 Depth = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import Error
+from .files import MOST_COUNT, Bytes, Count, Name, Noun, Record, Seconds
 from .profile import Quantiles
-from .store import MOST_COUNT, Bytes, Count, Name, Noun, Record, Seconds
 
 CollectiveName = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 COLLECTIVES: tuple[CollectiveName, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

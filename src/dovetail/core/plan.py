@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from .errors import Error
+from .files import Bytes, Count, Index, Name, Noun, Record, Seconds
 from .profile import Profile
-from .store import Bytes, Count, Index, Name, Noun, Record, Seconds
 
 MIB = 2**20
 
@@ -103,9 +104,16 @@ class Plan(Noun, frozen=True, kw_only=True):
 
     def apply(self, target: Any) -> None:
         """Makes an `accelerate.Accelerator` or a `transformers.Trainer` follow this plan; call before training."""
-        from dovetail.train.integrations import apply  # the one look upwards, and only when called
+        assert _appliers, "`import dovetail` registers how a plan is applied"
+        _appliers[-1](self, target)
 
-        apply(self, target)
+
+_appliers: list[Callable[[Plan, Any], None]] = []
+
+
+def register_applier(apply: Callable[[Plan, Any], None]) -> None:
+    """Says what `Plan.apply` calls. The package's root does: nouns know no training library, nor who knows one."""
+    _appliers.append(apply)
 
 
 def from_cuts(

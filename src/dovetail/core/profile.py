@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from .store import Bytes, Count, Index, Name, Noun, Record, Seconds
+from .files import Bytes, Count, Index, Name, Noun, Record, Seconds
 
 
 class Quantiles(Record, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
-from .store import Bytes, Name, Noun, Record, Seconds
+from .files import Bytes, Name, Noun, Record, Seconds
 
 SpanKind = Literal["forward", "backward", "communication", "optimizer", "wait", "idle", "task", "lease"]
 ALL_RANKS = "all ranks"

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dovetail.core.profile import Profile
-from dovetail.simulate.contest import DOVETAIL, Outcome, Setting, run
-from dovetail.simulate.shaped import available, bits_per_second
+from dovetail.emulate.contest import DOVETAIL, Outcome, Setting, run
+from dovetail.emulate.shaped_network import available, bits_per_second
 from dovetail.view.timeline import TimelineView
 
-from . import ending
+from . import summary
 
 RANKS = 4
 LOOPBACK_RATE = "2gbit"  # what four gloo ranks on loopback come close to on a small machine
@@ -65,16 +65,16 @@ def main(
         tuning={"measure": 6, "steps": 2} if quick else {},
         on_line=_indented(say),
     )
-    story = ending.story(profile, outcome, network="loopback" if reason else f"a {rate} network")
+    story = summary.story(profile, outcome, network="loopback" if reason else f"a {rate} network")
     say("\n   One iteration of the first rank; exposed is what nothing hides:\n")
     say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], story.predicted]))
 
     say("\n[bold]3  The same losses[/]  a small language model, 2 ranks, nothing emulated …")
     lesson = _lesson(steps=50 if quick else 120)
     _show_lesson(say, lesson)
-    found = ending.lines(story)
+    found = summary.lines(story)
     page = _end(say, story, found, where, html)
-    return _as_json(outcome, lesson, setting) | {"lines": ending.as_json(found), "page": str(page) if page else None}
+    return _as_json(outcome, lesson, setting) | {"lines": summary.as_json(found), "page": str(page) if page else None}
 
 
 def _profile(rate: str) -> Profile:
@@ -95,9 +95,9 @@ def _profile(rate: str) -> Profile:
 
 
 def _lesson(steps: int) -> Lesson:
-    from dovetail.simulate.launch import launch
+    from dovetail.emulate.launch import launch
 
-    results = launch(["-m", "dovetail.demo.lesson", str(steps)], ranks=2, timeout=600)
+    results = launch(["-m", "dovetail.demo.rank", str(steps)], ranks=2, timeout=600)
     return msgspec.convert(results[0].report, Lesson)
 
 
@@ -116,13 +116,13 @@ def _show_lesson(say: Callable[..., None], lesson: Lesson) -> None:
 
 
 def _end(
-    say: Callable[..., None], story: ending.Story, found: list[ending.Line], where: str, html: Path | None
+    say: Callable[..., None], story: summary.Story, found: list[summary.Line], where: str, html: Path | None
 ) -> Path | None:
-    say(ending.table(found, f"\nResNet-50 on {where}"))
-    for line in ending.footnotes(story, found):
+    say(summary.table(found, f"\nResNet-50 on {where}"))
+    for line in summary.footnotes(story, found):
         say(line, markup=False)
     say("In your own script:  [bold]from dovetail import DistributedDataParallel as DDP[/]")
-    page, why = ending.export(story, html)
+    page, why = summary.export(story, html)
     if page:
         say(f"Look into this run:  [bold]{page.absolute().as_uri()}[/]", soft_wrap=True)
     else:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import Error
-from dovetail.core.store import write_text
+from dovetail.core.files import write_text
 
 from . import hooks, kernel, netns, tables
 from .dataplane import FIRST_IFINDEX, DataPlane, addresses, host_slot, link_slot

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import Error
-from dovetail.core.store import replacing
+from dovetail.core.files import replacing
 
 BPF_DIR = Path(__file__).parent / "bpf"
 PACKAGES = ("clang", "llvm", "libbpf-dev", "libbpf1", "iproute2", "ethtool", "iputils-ping")

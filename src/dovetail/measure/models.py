@@ -33,7 +33,7 @@ class Workload:
     make_batch: Callable[[int], Batch]
     """A batch of so many samples."""
     loss: Loss | None = None
-    """Output → scalar; None for the default of `dovetail.measure.profile`."""
+    """Output → scalar; None for the default of `dovetail.measure.profiler`."""
 
 
 def load(spec: str) -> Workload:

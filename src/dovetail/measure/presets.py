@@ -9,7 +9,7 @@ ring) and beta (seconds per byte on the wire); the ring law turns them into the 
     reduce_scatter, all_gather    (n−1)·alpha   +  (n−1)/n·beta · M
     all_to_all                    (n−1)·alpha   +  (n−1)/n·beta · M
 
-M is the size in bytes as `dovetail.measure.network` counts it.
+M is the size in bytes as `dovetail.measure.collectives` counts it.
 """
 
 from __future__ import annotations

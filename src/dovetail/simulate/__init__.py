@@ -1,7 +1,11 @@
-"""A plan without hardware: one iteration as a predicted timeline, what is best, and how it scales with workers."""
+"""A plan without hardware: predicted timelines and scaling studies; whole clusters and their traces.
 
+May import `core` and `planning`; no torch.
+Begin with `iteration.py`.
+"""
+
+from .auto import choose
 from .iteration import simulate
-from .joint import choose
 from .scale import ScalePoint, scale, techniques
 
 __all__ = ["ScalePoint", "choose", "scale", "simulate", "techniques"]

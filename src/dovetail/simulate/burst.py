@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dovetail.core.burst import BurstPlan
+from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.errors import Error
-from dovetail.core.layout import Layout, block_layout, busiest, moved, next_layout, parts
 from dovetail.core.profile import Profile
+from dovetail.core.sample_layout import Layout, block_layout, busiest, moved, next_layout, parts
 from dovetail.core.timeline import Span, SpanKind, Timeline, idle_gaps
-from dovetail.planning.burst_cost import Links, Wires
+from dovetail.planning.burst.cost import Links, Wires
 
 BUCKET = 25 * 2**20
 """Bytes; `train.burst` has the same default."""

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dovetail.core.depth import DepthPlan, Phase, WorkerPrediction
+from dovetail.core.depth_plan import DepthPlan, Phase, WorkerPrediction
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import ALL_RANKS, Span, Timeline
-from dovetail.planning import exact
-from dovetail.planning.depth_stream import depth_stream
-from dovetail.planning.stream import schedule
+from dovetail.planning.depth.buckets import depth_stream
+from dovetail.planning.merge import exact
+from dovetail.planning.merge.stream import schedule
 
 
 def simulate_depth(plan: DepthPlan, profile: Profile, network: Network | None = None, *, phase: int = -1) -> Timeline:

@@ -10,7 +10,7 @@ from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Span, SpanKind, Timeline
-from dovetail.planning.stream import schedule, stream
+from dovetail.planning.merge.stream import schedule, stream
 
 from .overlap import COMPUTE, NETWORK, forward_overlap
 

@@ -9,8 +9,8 @@ from dovetail.core.network import Network
 from dovetail.core.plan import Bucket, Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Span, Timeline
-from dovetail.planning import cycle as cycles
-from dovetail.planning.cycle import Phases
+from dovetail.planning.merge import cycle as cycles
+from dovetail.planning.merge.cycle import Phases
 
 COMPUTE, NETWORK = "rank 0/compute", "rank 0/network"
 

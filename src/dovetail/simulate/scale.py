@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dovetail.core.burst import BurstPlan
-from dovetail.core.depth import DepthPlan
+from dovetail.core.burst_plan import BurstPlan
+from dovetail.core.depth_plan import DepthPlan
+from dovetail.core.files import Count, Name, Record, Seconds
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
-from dovetail.core.store import Count, Name, Record, Seconds
 from dovetail.planning import plan
-from dovetail.planning.joint import Candidate
-from dovetail.planning.joint_parts import TECHNIQUES
-from dovetail.planning.policies import COMPARED
+from dovetail.planning.auto.options import TECHNIQUES
+from dovetail.planning.auto.search import Candidate
+from dovetail.planning.merge.policies import COMPARED
 
-from .joint import choose
+from .auto import choose
 
 AUTO = "auto"
 """The technique that is the best combination of all."""

@@ -1,1 +1,5 @@
-"""A Plan inside PyTorch."""
+"""Plans inside PyTorch, one room for each technique; `run` is for scripts that nobody changes.
+
+May import `core`, `measure` and `planning`.
+Begin with `data_parallel/module.py`.
+"""

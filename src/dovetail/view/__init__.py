@@ -1,1 +1,5 @@
-"""What people look at: tables, timelines in the terminal, pictures, traces for Perfetto. Import the module you need."""
+"""Tables, drawings, pictures, Perfetto traces; `page/` is the web page.
+
+May import `core`, `planning` and `simulate`.
+Begin with `tables.py`.
+"""

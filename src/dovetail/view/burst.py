@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dovetail.core.burst import BurstPlan
+from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.errors import Error
-from dovetail.planning import burst_rules
-from dovetail.planning.burst import BurstPlanner
-from dovetail.planning.burst_background import LIMITS, background
-from dovetail.planning.burst_overlap import fastest_overlapped, overlapped
+from dovetail.planning.burst import rules
+from dovetail.planning.burst.background import LIMITS, background
+from dovetail.planning.burst.overlap import fastest_overlapped, overlapped
+from dovetail.planning.burst.planner import BurstPlanner
 
 from . import units
 from .palette import MARKERS, SERIES
@@ -55,7 +55,7 @@ class Study:
     """Data parallelism first, then what others would do, then burst plans."""
     task: float
     """Seconds of a background task."""
-    broken: list[burst_rules.Violation]
+    broken: list[rules.Violation]
     """Layers in which the plan by DeepPool's rule is above the rule's own limit."""
 
     def row(self, policy: str) -> Row | None:
@@ -74,10 +74,10 @@ def study(planner: BurstPlanner, *, amplification: float | None = None, task: fl
     widest = min(planner.devices, planner.cost.batch)
     numbers = [*(2**i for i in range(widest.bit_length()) if 2**i < widest), widest]
     plans = [planner.policy(f"dp:{g}") for g in numbers]
-    broken: list[burst_rules.Violation] = []
+    broken: list[rules.Violation] = []
     with contextlib.suppress(Error):  # in a graph with branches: its rule knows chains only
-        limit = amplification or burst_rules.DEFAULT_AMPLIFICATION
-        rule, broken = burst_rules.deeppool(planner, amplification=limit)
+        limit = amplification or rules.DEFAULT_AMPLIFICATION
+        rule, broken = rules.deeppool(planner, amplification=limit)
         plans.append(rule)
     chosen = planner.fastest(amplification=amplification)
     burst = planner.tradeoff([a for a in SHOWN if amplification is None or a < amplification])
@@ -142,7 +142,7 @@ def sentences(found: Study) -> list[str]:
     lines += _behind_backward(planner, best)
     most_memory = planner.memory if planner.memory is not None else math.inf
     fit = [r.plan for r in found.rows if r.plan.policy.startswith("dp:") and r.plan.prediction.memory <= most_memory]
-    parallel = [p for p in burst_rules.data_parallel(planner) if p.prediction.memory <= most_memory]
+    parallel = [p for p in rules.data_parallel(planner) if p.prediction.memory <= most_memory]
     freed = [_freed(planner, plan, parallel) for plan in fit if plan.counts[0] > 1]
     most = max(freed, key=lambda f: f[1] - f[2], default=None)
     more = (most[1] - most[2]) / devices if most is not None else 0.0

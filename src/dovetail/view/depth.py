@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dovetail.core.depth import DepthPlan
+from dovetail.core.depth_plan import DepthPlan
 from dovetail.simulate.depth import savings as saved_by
 
 from . import units

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.store import write_text
+from dovetail.core.files import write_text
 from dovetail.core.timeline import Span, Timeline
 
 from . import tracks

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import Error, MissingExtra
+from dovetail.core.files import replacing
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
-from dovetail.core.store import replacing
 from dovetail.core.timeline import Timeline
 
 from . import tracks, units

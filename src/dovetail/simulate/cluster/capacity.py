@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dovetail.core.job import Job
-from dovetail.planning.pack import Cluster
-from dovetail.planning.schedulers import Policy
+from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.policies import Policy
 
 from .report import report
 from .run import simulate

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Shape
-from dovetail.planning.backfill import Reservation, may_pass, reserve
-from dovetail.planning.pack import Cluster, Devices, Mask, admit, why
-from dovetail.planning.partition import part_of, partition
-from dovetail.planning.priority import Rank, Standing, chosen, rank
-from dovetail.planning.repack import crowded, narrow, relocate, widen
-from dovetail.planning.schedulers import Policy
+from dovetail.planning.sharing.backfill import Reservation, may_pass, reserve
+from dovetail.planning.sharing.pack import Cluster, Devices, Mask, admit, why
+from dovetail.planning.sharing.partition import part_of, partition
+from dovetail.planning.sharing.policies import Policy
+from dovetail.planning.sharing.priority import Rank, Standing, chosen, rank
+from dovetail.planning.sharing.repack import crowded, narrow, relocate, widen
 
 from .fluid import FluidEngine
 from .tasks import Costs, TaskEngine

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 
 from dovetail.core.job import Shape
-from dovetail.planning.priority import Standing
-from dovetail.planning.schedulers import Policy
+from dovetail.planning.sharing.policies import Policy
+from dovetail.planning.sharing.priority import Standing
 
-from .places import CHANGING, overtaken, ranked
 from .rates import Group, Play, alone, together
+from .standings import CHANGING, overtaken, ranked
 from .tasks import Costs
 
 NEVER = float("inf")

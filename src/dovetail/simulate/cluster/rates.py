@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from dovetail.core.job import Shape
-from dovetail.planning.priority import Standing
-from dovetail.planning.schedulers import Policy
+from dovetail.planning.sharing.policies import Policy
+from dovetail.planning.sharing.priority import Standing
 
 from .tasks import Costs, TaskEngine
 

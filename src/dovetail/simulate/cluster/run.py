@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Lease, Schedule, TaskRun
-from dovetail.planning.pack import Cluster
-from dovetail.planning.priority import classes
-from dovetail.planning.schedulers import Policy
+from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.policies import Policy
+from dovetail.planning.sharing.priority import classes
 
 from .control import Controller, Engine
 from .fluid import FluidEngine

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from dovetail.core.errors import Error
 from dovetail.core.job import Job
-from dovetail.planning.pack import Cluster
-from dovetail.planning.schedulers import Policy, policy
+from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.policies import Policy, policy
 
 from .report import Report, Spread, report, spread
 from .run import Level, Outcome, simulate

@@ -15,9 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from dovetail.core.job import Shape, TaskRun
-from dovetail.planning.dispatch import Resident, pick
-from dovetail.planning.priority import Rank, Standing, rank
-from dovetail.planning.schedulers import Policy
+from dovetail.planning.sharing.dispatch import Resident, pick
+from dovetail.planning.sharing.policies import Policy
+from dovetail.planning.sharing.priority import Rank, Standing, rank
 
 TOGETHER = 1e-9
 """Events closer than this (seconds) happen at the same time: all of them, then dispatch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.core.job import Job
-from dovetail.planning.priority import Standing
+from dovetail.planning.sharing.priority import Standing
 
 NEVER = float("inf")
 

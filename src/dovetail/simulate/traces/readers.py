@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from dovetail.core.errors import InputError
+from dovetail.core.files import MOST_BYTES
 from dovetail.core.job import Job, Phase
-from dovetail.core.store import MOST_BYTES
 
 from .assume import Assumed
 from .rows import Row, header, table

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dovetail.core.errors import Error, InputError
-from dovetail.core.store import MOST_COUNT, MOST_SECONDS
+from dovetail.core.files import MOST_COUNT, MOST_SECONDS
 
 T = TypeVar("T")
 MOST_REPORTED = 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dovetail.core.store import write_text
+from dovetail.core.files import write_text
 
 from .build import document
 from .contents import Contents, Given, Several, Source, sort

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from dovetail.core.burst import BurstPlan
-from dovetail.core.depth import DepthPlan
+from dovetail.core.burst_plan import BurstPlan
+from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.job import Schedule
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dovetail.core.store import Record
+from dovetail.core.files import Record
 
 from .pictures import Drawn, Source, Told
 from .places import Fabric, Shared, Study

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dovetail.core.store import Record
+from dovetail.core.files import Record
 
 Source = Literal["predicted", "measured"]
 

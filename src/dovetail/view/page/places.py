@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.core.store import Record
+from dovetail.core.files import Record
 
 from .pictures import Drawn, Told
 from .reports import TraceReport

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from dovetail.core.errors import InputError
-from dovetail.core.store import Bytes, Count, Name, Seconds
+from dovetail.core.files import Bytes, Count, Name, Seconds
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dovetail.core.burst import BurstPlan
-from dovetail.core.depth import DepthPlan
+from dovetail.core.burst_plan import BurstPlan
+from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Comparison
-from dovetail.planning import policies
+from dovetail.planning.merge import policies
 from dovetail.view import tables, units
 
 from .document import (

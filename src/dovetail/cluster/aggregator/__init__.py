@@ -1,0 +1,5 @@
+"""The process of one job: offers an iteration's tasks, averages gradients, updates, writes checkpoints.
+
+May import `cluster.job`, `cluster.transport` and `train.partial`.
+Begin with `main.py`, then `offers.py`.
+"""

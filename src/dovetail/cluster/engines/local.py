@@ -1,0 +1,95 @@
+"""The engine of one machine: the supervisor forks, we ask it to, over its Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from dovetail.cluster.home import Home, Settings
+from dovetail.cluster.transport import wire
+from dovetail.cluster.transport.messages import Alive, Exited, Kill, Shutdown, Start
+
+from .base import Device, Exit, Role
+
+NODE = "local"
+
+
+class SupervisorGone(ConnectionError):
+    """Without it nothing can be started or heard of; the coordinator ends too."""
+
+
+class LocalEngine:
+    """`engine.Engine` on this machine."""
+
+    name = "local"
+
+    def __init__(self, home: Home, settings: Settings) -> None:
+        self._home, self._settings = home, settings
+        self._exits: asyncio.Queue[Exit | None] = asyncio.Queue()
+        self._writer: asyncio.StreamWriter | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def open(self) -> dict[str, int]:
+        """Waits for the supervisor, which imports torch first."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._home.connect())
+        first = await wire.read(reader)
+        assert isinstance(first, Alive), "the supervisor speaks first"
+        self._listening = asyncio.create_task(self._listen(reader))
+        return first.processes
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                message = await wire.read(reader)
+                if isinstance(message, Exited):
+                    self._exits.put_nowait(Exit(key=message.key, code=message.code))
+        except wire.Lost:
+            self._exits.put_nowait(None)
+
+    async def devices(self) -> list[Device]:
+        """Cores in turn for CPU devices; emulated ones wait more than they compute and stay unpinned."""
+        s = self._settings
+        cores = sorted(os.sched_getaffinity(0))
+        return [
+            Device(
+                index=i,
+                node=NODE,
+                kind="emulated" if s.emulated else "cpu",
+                bytes=s.device_bytes,
+                core=-1 if s.emulated else cores[i % len(cores)],
+            )
+            for i in range(s.devices)
+        ]
+
+    async def start(self, key: str, role: Role, settings: dict[str, Any], *, node: str = "") -> None:
+        given = settings if role == "executor" else settings | {"node": NODE}
+        self._send(Start(key=key, role=role, settings=given))
+
+    async def kill(self, key: str) -> None:
+        self._send(Kill(key=key))
+
+    def _send(self, message: Start | Kill | Shutdown) -> None:
+        assert self._writer is not None, "open() comes first"
+        self._writer.write(wire.encode(message))  # small and rare: the buffer cannot grow
+
+    async def exits(self) -> list[Exit]:
+        found = [await self._exits.get()]
+        while not self._exits.empty():
+            found.append(self._exits.get_nowait())
+        if None in found:
+            raise SupervisorGone("the supervisor is gone")
+        return [e for e in found if e is not None]
+
+    async def close(self, *, stop: bool) -> None:
+        if self._writer is None:
+            return
+        if stop:
+            self._send(Shutdown())
+        if self._listening is not None:
+            self._listening.cancel()
+        try:
+            await self._writer.drain()
+            self._writer.close()
+        except OSError:
+            pass  # it was quicker

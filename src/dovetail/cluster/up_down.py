@@ -1,0 +1,168 @@
+"""Starting and ending a cluster from outside: what `dovetail cluster up` and `down` call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dovetail.core.errors import Error, MissingExtra
+
+from .client import Client, Unreachable
+from .coordinator.job_store import Store
+from .engines import process
+from .home import Address, Home, Settings, default_home, sweep_arenas
+from .transport.messages import Shutdown
+from .transport.wire import Connection, Lost
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def up(
+    home: Path | None = None,
+    *,
+    devices: int = 0,
+    emulated: bool = False,
+    policy: str = "jigsaw",
+    device_bytes: int = 0,
+    engine: str = "local",
+    ray: str = "auto",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token_file: Path | None = None,
+    prepare: int = 16,
+    timeout: float = 60.0,
+) -> tuple[Address, bool]:
+    """Starts the cluster of a home, or finds it running: its address, and whether it ran already.
+
+    `devices` 0: one per core, or 8 emulated ones. `device_bytes` 0: four fifths of the memory, shared among CPU
+    devices; 16 GiB for each emulated one. Returns when every device is ready.
+    """
+    import importlib.util
+
+    from dovetail.planning.sharing.policies import POLICIES
+
+    for package in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra("dovetail cluster", "cluster")
+    where = Home((home or default_home()).absolute())
+    live = [name for name, p in POLICIES.items() if not (p.preempt or p.partition or p.backfill == "easy")]
+    if policy not in live:
+        simulated = "only simulated; " if policy in POLICIES else ""
+        raise Error(f"policy {policy!r}: {simulated}expected one of {', '.join(live)}")
+    if host not in LOOPBACK and token_file is None:
+        raise Error(f"--host {host}: an address other than loopback needs --token-file")
+    if token_file is not None:
+        read_token(token_file)
+    if where.supervisor() is not None:
+        return _wait(where, timeout), True
+    if where.database.exists():
+        Store(where.database).close()  # fails now, rather than after the processes have started
+    devices = devices or (8 if emulated else len(os.sched_getaffinity(0)))
+    device_bytes = device_bytes or (16 * 2**30 if emulated else memory_bytes() * 4 // 5 // devices)
+    where.create()
+    where.address_file.unlink(missing_ok=True)
+    where.write_settings(
+        Settings(
+            devices=devices, emulated=emulated, device_bytes=device_bytes, policy=policy, host=host, port=port,
+            engine="ray" if engine == "ray" else "local", ray=ray, prepare=prepare,
+            control_host="0.0.0.0" if engine == "ray" else "127.0.0.1",
+            token_file=str(token_file.absolute()) if token_file else "",
+        )
+    )  # fmt: skip
+    said = {path: path.stat().st_size for path in where.logs.glob("*.log")}
+    with (where.logs / "supervisor.log").open("ab") as log:
+        subprocess.run(
+            [sys.executable, "-m", "dovetail.cluster.engines.supervisor", str(where.path)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=process.scrubbed(os.environ), cwd=where.path,
+            check=True, timeout=timeout,
+        )  # fmt: skip
+    return _wait(where, timeout, said), False
+
+
+def _wait(home: Home, timeout: float, said: dict[Path, int] | None = None) -> Address:
+    """Until the API answers and every device is ready; an Error with the reason if the supervisor ends before.
+
+    `said`: how long the logs were before.
+    """
+    limit, seen = time.monotonic() + timeout, False
+    while time.monotonic() < limit:
+        address = home.address()
+        if address is not None and address.supervisor == home.supervisor():
+            with contextlib.suppress(Unreachable):
+                status = Client(home.path).status(jobs=False)
+                if all(d["ready"] for d in status["devices"]) and status["devices"]:
+                    return address
+        running = home.supervisor() is not None
+        seen = seen or running
+        if not running and (seen or time.monotonic() > limit - timeout + 2.0):
+            raise Error(f"the cluster did not start: {_last_words(home, said or {})}")
+        time.sleep(0.01)
+    raise Error(f"the cluster is not ready after {timeout:g} s; see {home.logs}")
+
+
+def _last_words(home: Home, said: dict[Path, int]) -> str:
+    for path in (home.logs / "coordinator.log", home.logs / "supervisor.log"):
+        with contextlib.suppress(OSError):
+            lines = path.read_bytes()[said.get(path, 0) :].decode("utf-8", "replace").splitlines()
+            told = [line for line in lines if line.startswith("dovetail: ")]
+            if told:
+                return told[-1].removeprefix("dovetail: ")
+    return f"see {home.logs}"
+
+
+def down(home: Path | None = None, *, grace: float = 10.0, timeout: float = 30.0) -> bool:
+    """Ends the cluster of a home: jobs write checkpoints within `grace` seconds, then everything ends.
+
+    False if none ran. Whatever a killed cluster left behind is removed in either case. Jobs stay in the store and go
+    on with the next `up`.
+    """
+    where = Home((home or default_home()).absolute())
+    pid = where.supervisor()
+    if pid is None:
+        if where.path.is_dir():
+            _sweep(where)
+        return False
+    try:
+        Client(where.path, timeout=grace + 10.0).down(grace=grace)
+    except Error:  # no coordinator to ask
+        with contextlib.suppress(OSError, Lost):
+            connection = Connection(where.connect())
+            connection.send(Shutdown())
+            connection.close()
+    limit = time.monotonic() + timeout
+    while (pid := where.supervisor()) is not None:
+        if time.monotonic() > limit and pid:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > limit + 5.0:
+            raise Error(f"process {pid} does not end")
+        time.sleep(0.01)
+    _sweep(where)
+    return True
+
+
+def _sweep(home: Home) -> None:
+    sweep_arenas(home.path)
+    for name in ("supervisor.sock", "address.json"):
+        (home.path / name).unlink(missing_ok=True)
+
+
+def read_token(path: Path) -> str:
+    """The secret in a file: its first line."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise Error(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    if not 16 <= len(text) <= 1024 or not text.isascii() or not text.isprintable() or " " in text:
+        raise Error(f"{path}: expected a token of 16 to 1024 printable characters without spaces")
+    return text

@@ -1,0 +1,5 @@
+"""What people reach by HTTP: the API and the live page.
+
+May import everything of `cluster`, and `view`.
+Begin with `api.py`.
+"""

@@ -1,0 +1,5 @@
+"""Gradient merging (after MG-WFBP): where to cut the stream of gradients into buckets.
+
+Pure functions; may import `core`.
+Begin with `stream.py` (what a partition costs), then `exact.py`; `planner.py` is what callers use.
+"""

@@ -1,0 +1,346 @@
+"""Burst: trains a model with its own number of ranks for every layer, as one process would."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dovetail.core.burst_plan import BurstPlan
+from dovetail.core.errors import Error
+from dovetail.core.files import replacing
+from dovetail.core.sample_layout import parts
+
+from . import state
+from . import step as steps
+from .burst_record import Recorder
+from .norm import Context
+from .split import split, tensors
+from .stages import StagePart
+from .wire import Wire
+
+PlanLike: TypeAlias = BurstPlan | Sequence[int] | Sequence[Sequence[int]]
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients after which an all-reduce sets out while the rest of the stage goes on; torch's own cap."""
+
+
+class Burst:
+    """Trains `model` with layer i on the ranks that the plan gives it; gradients are those of one process.
+
+    At the start all ranks take the model of rank 0, and each keeps the parameters of the layers it runs. A step hands
+    the samples from stage to stage (each stage's ranks hold an even share; as few samples as possible move), takes the
+    loss as the sum over samples divided by the global batch, and goes back the same way: after each part of a stage
+    the sum of its gradients over the stage's ranks sets out, while earlier layers go on. BatchNorm sees the global
+    batch, dropout is keyed by sample, labels follow their samples. What a step computes does not depend on the plan.
+
+        burst = dovetail.Burst(layers, plan, loss=partial(F.cross_entropy, reduction="none"))
+        optimizer = torch.optim.AdamW(burst.parameters())
+        for inputs, labels in data:
+            optimizer.zero_grad()
+            loss = burst.step(inputs, labels)
+            optimizer.step()
+
+    Every rank makes the same calls. When one fails, all end with its line. Without torch.distributed it is one rank.
+
+    Args:
+        model: layers in execution order (a list or an nn.Sequential; what one returns, a tensor or a tuple, the next
+            takes), or a model that torch.fx can trace and whose modules the plan names. It becomes Burst's own.
+        plan: a BurstPlan (layer i on ranks 0 .. counts[i] − 1), the counts alone, or the ranks of every layer.
+        loss: loss(output, labels), one value per sample.
+        seed: of dropout.
+        device: where this rank computes; by default where its model is.
+        bucket_bytes: gradients travel in buckets of at least this size.
+        timeout: seconds that any single wait may take.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        plan: PlanLike,
+        *,
+        loss: steps.Loss,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        bucket_bytes: float = BUCKET,
+        timeout: float = 300.0,
+    ) -> None:
+        count = len(plan.counts if isinstance(plan, BurstPlan) else plan)
+        given = model.parameters() if isinstance(model, nn.Module) else (p for m in model for p in m.parameters())
+        where = next((p.device for p in given if not p.is_meta), torch.device("cpu"))
+        self._wire = Wire(torch.device(device) if device is not None else where, timeout=timeout)
+        with self._together("model"):
+            self.module, self._layers = split(model, plan.layers if isinstance(plan, BurstPlan) else None, count)
+            self._homes = state.homes(self.module, self._layers)
+        self.steps = 0
+        """Taken so far; dropout depends on it."""
+        self._loss, self._seed, self._bucket_bytes = loss, seed, bucket_bytes
+        self._recorder: Recorder | None = None
+        self._ranks = self._agree(plan)
+        with self._together("start"):
+            state.settle(self._wire, self._homes, self._ranks)
+            self._follow()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All of the model's, on every rank in the same order; those of layers that run elsewhere hold no data."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters()
+
+    def samples(self, batch: int) -> tuple[int, ...]:
+        """Which samples of a global batch this rank puts in, for those who load only their own."""
+        return self._route(batch).layouts[0].samples(self._wire.rank)
+
+    def step(self, inputs: Any, labels: Any, *, batch: int | None = None) -> Tensor:
+        """Forward, loss and backward; adds to `.grad` and returns the loss of the global batch on every rank.
+
+        `inputs` and `labels` (a tensor, or a tuple of tensors with the sample first) hold the whole global batch on
+        every rank. With `batch` they hold only the rows `samples(batch)`, and labels travel; a rank without rows gives
+        empty tensors of the same shape otherwise.
+        """
+        wire, step = self._wire, self.steps
+        with self._together(f"step {step}"), torch.enable_grad():
+            route, rows, marks = self._enter(inputs, labels, batch)
+            ends = steps.forward(wire, self._parts, route, rows, step, self._recorder)
+            total = torch.zeros((), dtype=torch.float64, device=wire.device)
+            named = tuple(marks) if isinstance(labels, (tuple, list)) else marks[0]
+            steps.losses(route, ends, named, self._loss, wire.rank, total)
+            arriving = wire.all_reduce(total, tuple(range(wire.size)))
+            pending = steps.backward(wire, self._parts, route, ends, step, self._recorder)
+            for name, reduction in pending:
+                for work, _ in reduction.works:
+                    wire.wait(work, f"step {step}: gradients of {name}")
+                reduction.finish()
+            wire.wait(arriving, f"step {step}: loss")
+            if self._recorder is not None:
+                self._recorder.end()
+            if wire.gaps is not None:
+                wire.gaps.end()
+            self.steps += 1
+            return total
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> tuple[Tensor, ...]:
+        """Outputs for a whole global batch in evaluation mode, on every rank, in the order of the samples."""
+        modes = [(m, m.training) for m in self.module.modules()]
+        self.module.eval()
+        try:
+            with self._together("predict"):
+                route, rows, _ = self._enter(inputs, inputs, None)
+                ends = steps.forward(self._wire, self._parts, route, rows, self.steps, None)
+                mine = route.layouts[-1].samples(self._wire.rank)
+                held = self._wire.collect((mine, [e.cpu() for e in ends]), "predictions")
+        finally:
+            for part in self._parts:
+                part.leaves, part.outputs = [], []
+            for m, mode in modes:
+                m.training = mode
+        rows_of = {sample: (values, row) for ids, values in held for row, sample in enumerate(ids)}
+        every = [rows_of[sample] for sample in range(route.batch)]
+        return tuple(torch.stack([values[i][row] for values, row in every]) for i in range(len(ends)))
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch's function of that name, over the whole model: a rank alone sees only its own layers."""
+        with self._together("clip_grad_norm_"):
+            total = torch.zeros((), dtype=torch.float64, device=self._wire.device)
+            held = [(h, h.tensor.grad) for h in self._homes if h.tensor.grad is not None]
+            for home, grad in held:
+                if self._ranks[home.layer][0] == self._wire.rank:
+                    total += grad.double().square().sum()
+            everyone = tuple(range(self._wire.size))
+            self._wire.wait(self._wire.all_reduce(total, everyone), "norm of the gradients")
+            scale = min(1.0, max_norm / (float(total.sqrt()) + 1e-6))
+            for _, grad in held:
+                grad.mul_(scale)
+            return total.sqrt()
+
+    def replan(self, plan: PlanLike, *optimizers: Optimizer) -> None:
+        """Goes on under another plan, between two steps: parameters, gradients and optimiser state move along.
+
+        Works for optimisers whose state per parameter is tensors and numbers, as of all of torch.optim but LBFGS.
+        """
+        ranks = self._agree(plan)
+        with self._together("replan"):
+            state.resettle(self._wire, self._homes, self._ranks, ranks, optimizers)
+            self._ranks = ranks
+            self._follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain model's `state_dict` on rank 0 (every rank calls it; the others get an empty one)."""
+        with self._together("state_dict"):
+            return state.model_state(self._wire, self.module, self._homes, self._ranks)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What the optimiser of one process would give, on rank 0 (the others get an empty one)."""
+        with self._together("optimizer_state_dict"):
+            return state.optimizer_state(self._wire, optimizer, self._homes, self._ranks)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's part of a plain model's `state_dict`; every rank gives the whole."""
+        state.load_model(self.module, state_dict)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's part of a plain optimiser's `state_dict`; every rank gives the whole."""
+        state.load_optimizer(optimizer, state_dict)
+
+    def save(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
+        """One file in torch's format, {"model", "optimizer", "burst"}, written by rank 0 in one step."""
+        model = self.state_dict()
+        content = {
+            "model": model,
+            "optimizer": None if optimizer is None else self.optimizer_state_dict(optimizer),
+            "burst": {"steps": self.steps, "seed": self._seed},
+        }
+        with self._together("save"):
+            if self._wire.rank == 0:
+                with replacing(path) as temporary:
+                    torch.save(content, temporary)
+            self._wire.share(None, 0, "save")
+
+    def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
+        """What `save` wrote, under whatever plan; every rank reads the file.
+
+        Where it is no checkpoint on one rank, all raise its line, nothing has changed, and training can go on.
+        """
+        with self._together("load"):
+            held, wrong = _checkpoint(path, optimizer is not None)
+            said = self._wire.collect(wrong, "load")
+            refused = next((f"burst rank {rank}: load: {line}" for rank, line in enumerate(said) if line), "")
+            if not refused:
+                self.steps, self._seed = held["burst"]["steps"], held["burst"]["seed"]
+                self.load_state_dict(held["model"])
+                if optimizer is not None:
+                    self.load_optimizer_state_dict(optimizer, held["optimizer"])
+                self._follow()
+        if refused:
+            raise Error(refused)
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recorder]:
+        """Records the steps inside the block as a Timeline of this rank: `recording.timeline()`.
+
+        All ranks must record the same steps. Before samples move their ranks meet, so that waiting shows as idle time.
+        """
+        self._recorder = Recorder(self._wire.rank)
+        try:
+            yield self._recorder
+        finally:
+            self._recorder = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Sent by this rank in re-sharding, over all steps so far."""
+        return self._wire.moved_bytes
+
+    def predicted_moved_bytes(self, batch: int) -> int:
+        """What all ranks together send in re-sharding in one step such as the last of this batch size."""
+        return self._route(batch).moved_bytes()
+
+    def _agree(self, plan: PlanLike) -> list[state.Ranks]:
+        """The plan as rank sets, checked, and the same on all ranks."""
+        with self._together("plan"):
+            ranks = rank_sets(plan, len(self._layers), self._wire.size)
+            shapes = [(h.name, tuple(h.tensor.shape), str(h.tensor.dtype)) for h in self._homes]
+            for rank, theirs in enumerate(self._wire.collect((ranks, shapes), "plan")):
+                for what, one, other in zip(("plan", "model"), theirs, (ranks, shapes), strict=True):
+                    if one != other:
+                        raise Error(f"{what}: expected the same on all ranks, but rank {rank} has another")
+            return ranks
+
+    def _follow(self) -> None:
+        """Cuts the model into the parts of the present plan and makes all process groups that they need."""
+        sizes = [0] * len(self._layers)
+        for home in self._homes:
+            if isinstance(home.tensor, nn.Parameter) and home.tensor.requires_grad:
+                sizes[home.layer] += home.tensor.numel() * home.tensor.element_size()
+        self._parts = [
+            StagePart(
+                name=f"layer {p.start}" if p.stop - p.start == 1 else f"layers {p.start}–{p.stop - 1}",
+                layers=self._layers[p.start : p.stop],
+                ranks=p.ranks,
+                context=Context(self._wire, p.ranks, self._seed),
+            )
+            for p in parts(self._ranks, sizes, self._bucket_bytes)
+        ]
+        self._wire.prepare(steps.groups(self._parts))
+        self._routes: dict[int, steps.Route] = {}
+
+    def _route(self, batch: int) -> steps.Route:
+        if batch < 1:
+            raise Error(f"batch: expected at least one sample, got {batch}")
+        if batch not in self._routes:
+            self._routes[batch] = steps.Route(self._wire, self._parts, batch)
+        return self._routes[batch]
+
+    def _enter(self, inputs: Any, labels: Any, batch: int | None) -> tuple[steps.Route, list[Tensor], list[Tensor]]:
+        """(the way of this batch, this rank's inputs in the first part, this rank's labels in the last)."""
+        given, marks = tensors(inputs, "inputs"), tensors(labels, "labels")
+        route, device = self._route(len(given[0]) if batch is None else batch), self._wire.device
+        first, last = (list(route.layouts[i].samples(self._wire.rank)) for i in (0, -1))
+        expected = route.batch if batch is None else len(first)
+        for name, held in (("inputs", given), ("labels", marks)):
+            if any(len(t) != expected for t in held):
+                rows = [len(t) for t in held]
+                raise Error(f"{name}: expected {expected} rows for a global batch of {route.batch}, got {rows}")
+        if batch is None:
+            given, marks = [t[first] for t in given], [t[last] for t in marks]
+        given, marks = [t.to(device) for t in given], [t.to(device) for t in marks]
+        if batch is not None:
+            marks = route.direct(marks, "labels")
+        shapes = tuple((t.dtype, tuple(t.shape[1:])) for t in given)
+        trained = tuple(p.requires_grad for p in self.module.parameters())
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device.type))
+        route.look((shapes, trained, modes))
+        return route, given, marks
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong inside, all ranks hear of it, and each ends with the same line."""
+        if self._wire.broken:
+            raise Error(self._wire.broken)
+        try:
+            yield
+        except BaseException as e:
+            if not isinstance(e, Exception):
+                # A Ctrl-C or an exit is this rank's own; but if it lives on, the others must not wait for it.
+                self._wire.fail(f"burst rank {self._wire.rank}: {what}: {type(e).__name__}")
+                raise
+            known = isinstance(e, Error) and str(e).startswith("burst rank ")
+            line = str(e) if known else f"burst rank {self._wire.rank}: {what}: {_first_line(e)}"
+            self._wire.fail(line)
+            raise Error(line) from (None if isinstance(e, Error) and e.__cause__ is None else e)
+
+
+def rank_sets(plan: PlanLike, layers: int, ranks: int) -> list[state.Ranks]:
+    """The ranks of every layer, ascending."""
+    given = plan.counts if isinstance(plan, BurstPlan) else plan
+    if len(given) != layers:
+        raise Error(f"plan: expected one entry for each of {layers} layers, got {len(given)}")
+    sets = [tuple(range(g)) if isinstance(g, int) else tuple(sorted(set(g))) for g in given]
+    for i, found in enumerate(sets):
+        if not found or found[0] < 0 or found[-1] >= ranks:
+            raise Error(f"plan: layer {i}: expected ranks among the job's {ranks}, got {given[i]!r}")
+    return sets
+
+
+def _checkpoint(path: str | Path, optimizer: bool) -> tuple[dict[str, Any], str]:
+    """(what `save` wrote, what is wrong with it): a line in place of an Error, since ranks have to agree on it."""
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+        found = {"model": held["model"], "optimizer": held["optimizer"]}
+        found["burst"] = {"steps": int(held["burst"]["steps"]), "seed": int(held["burst"]["seed"])}
+    except Exception as e:
+        return {}, f"{path}: expected a checkpoint written by Burst.save ({_first_line(e)})"
+    if optimizer and found["optimizer"] is None:
+        return {}, f"{path}: optimizer: expected the state of an optimiser, but none was saved"
+    return found, ""
+
+
+def _first_line(e: BaseException) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[0]

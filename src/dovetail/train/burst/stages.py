@@ -1,0 +1,134 @@
+"""Explicit stages: each part of the model has a graph of its own, with detached tensors at its borders.
+
+Forward runs the parts in order and keeps each part's leaves and outputs. Backward walks them in reverse: one
+`backward` per part, and right after it the sum of the part's gradients over the ranks that ran it sets out, while
+earlier parts go on. What crosses a border is plain data, so the order of all collectives is written in one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dovetail.core.errors import Error
+
+from .norm import Context, GroupBatchNorm, SampleDropout
+from .split import tensors
+
+
+@dataclass(eq=False)
+class StagePart:
+    """Layers that run on the same ranks and whose gradients travel together."""
+
+    name: str
+    layers: list[nn.Module]
+    ranks: tuple[int, ...]
+    context: Context
+    leaves: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._together = False
+        for layer in self.layers:
+            for m in layer.modules():
+                if isinstance(m, (GroupBatchNorm, SampleDropout)):
+                    m.context = self.context
+                self._together |= isinstance(m, GroupBatchNorm)
+                if getattr(m, "inplace", False):
+                    m.inplace = False  # type: ignore[assignment]  # what a part begins with is still needed by the part before it
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that get gradients, each once."""
+        found = {p: None for layer in self.layers for p in layer.parameters() if p.requires_grad}
+        return list(found)
+
+    def runs(self, rows: int) -> bool:
+        """A rank without rows computes nothing, unless layers look across ranks and would wait for it."""
+        return rows > 0 or self._together
+
+    def forward(self) -> None:
+        """From `leaves` to `outputs`, which keep their history."""
+        value: object = tuple(self.leaves)
+        for layer in self.layers:
+            given = tensors(value, self.name)
+            try:
+                value = layer(*given)
+            except Error:
+                raise
+            except Exception as e:
+                reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+                empty = given[0].shape[0] == 0
+                hint = "; it must accept a local batch of 0 samples, or be planned on fewer devices" if empty else ""
+                raise Error(f"{self.name}: {type(layer).__name__}: {reason}{hint}") from e
+        self.outputs = tensors(value, self.name)
+
+    def backward(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """(gradients of the leaves, fresh gradients of the parameters); what `.grad` held before stays aside.
+
+        An output without a gradient counts as one of zeros, so that all ranks walk through the same graph. Frees it.
+        """
+        parameters = self.parameters()
+        aside = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if o.requires_grad]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [torch.zeros_like(o) if g is None else g for o, g in pairs])
+        fresh = [p.grad for p in parameters]
+        for p, held in zip(parameters, aside, strict=True):
+            p.grad = held
+        back = [leaf.grad for leaf in self.leaves]
+        self.leaves, self.outputs = [], []
+        return back, fresh
+
+
+@dataclass(eq=False)
+class Reduction:
+    """Gradients of one part on their way: flat buffers, one per dtype, that are being summed over the part's ranks.
+
+    Behind the gradients travels one number per parameter that says whether it got one: a parameter that no sample on
+    any rank has used keeps `grad` as it was, as in one process.
+    """
+
+    parameters: list[nn.Parameter]
+    fresh: list[Tensor | None]
+    ranks: tuple[int, ...]
+    works: list[tuple[dist.Work | None, int]] = field(default_factory=list)
+    """With the bytes of each."""
+    _buffers: list[tuple[list[int], Tensor]] = field(default_factory=list)
+
+    def start(self, context: Context) -> None:
+        if len(self.ranks) == 1:
+            return
+        kinds: dict[torch.dtype, list[int]] = {}
+        for i, p in enumerate(self.parameters):
+            kinds.setdefault(p.dtype, []).append(i)
+        for which in kinds.values():
+            pieces = [self._piece(i).reshape(-1) for i in which]
+            used = pieces[0].new_tensor([float(self.fresh[i] is not None) for i in which])
+            flat = torch.cat([*pieces, used])
+            self.works.append((context.wire.all_reduce(flat, self.ranks), flat.numel() * flat.element_size()))
+            self._buffers.append((which, flat))
+        self.fresh = self.fresh if not self._buffers else [None] * len(self.fresh)
+
+    def finish(self) -> None:
+        """Puts the sums where gradients belong, beside what was accumulated before. Call when the works are done."""
+        for which, flat in self._buffers:
+            used = flat[-len(which) :].tolist()
+            at = 0
+            for i, was_used in zip(which, used, strict=True):
+                p = self.parameters[i]
+                if was_used:
+                    self.fresh[i] = flat[at : at + p.numel()].view_as(p)
+                at += p.numel()
+        for p, grad in zip(self.parameters, self.fresh, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+
+    def _piece(self, i: int) -> Tensor:
+        grad = self.fresh[i]
+        return torch.zeros_like(self.parameters[i]) if grad is None else grad

@@ -1,0 +1,135 @@
+"""Optimiser state in two forms: this rank's pieces, and whole parameters as torch stores them.
+
+State that is zero-dimensional (a count of steps) belongs to the parameter and is the same in all of its pieces; every
+other tensor has one element for each of the parameter's.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dovetail.core.errors import Error
+
+from . import ring
+from .exchange import Exchange
+from .shard_layout import Bucket, in_memory_order, in_shape
+
+State = dict[int, dict[str, Any]]
+"""By index of the parameter."""
+
+TAG = 2**20
+"""Messages from here on are about state: a rank that asks for it alone meets nobody, and not somebody's gradients."""
+
+
+def of_pieces(exchange: Exchange, get: Callable[[torch.Tensor], dict[str, Any]]) -> State:
+    """What this rank has, by index of the parameter; `get` tells the state of a piece's values."""
+    return {piece.index: get(piece.values) for bucket in exchange.buckets for piece in bucket.pieces}
+
+
+def whole(exchange: Exchange, mine: State) -> State:
+    """The state of whole parameters, in their shapes, from the pieces of all ranks. All ranks call it together."""
+    counts, kinds = _describe(exchange, mine)
+    found: State = {index: dict(values) for index, values in counts.items()}
+    for bucket in exchange.buckets:
+        keys = sorted({key for i in bucket.members for key in kinds.get(i, {})})
+        for key in keys:
+            flat = _gather(exchange, bucket, key, mine, {kinds[i][key] for i in bucket.members if key in kinds[i]})
+            for i in bucket.members:
+                if key in kinds.get(i, {}):
+                    parameter, at = exchange.slots[i].parameter, bucket.offsets[i]
+                    found[i][key] = in_shape(flat[at : at + parameter.numel()], parameter)
+    return found
+
+
+def share_out(exchange: Exchange, state: State, put: Callable[[torch.Tensor, dict[str, Any]], object]) -> None:
+    """Hands to every piece of this rank its part of the state of whole parameters. Needs no other rank."""
+    for bucket in exchange.buckets:
+        for piece in bucket.pieces:
+            if piece.index not in state:
+                continue
+            slot = exchange.slots[piece.index]
+            part = {}
+            for key, value in state[piece.index].items():
+                if not isinstance(value, torch.Tensor):
+                    part[key] = copy.deepcopy(value)
+                elif value.dim() == 0 and (slot.parameter.dim() > 0 or key == "step"):
+                    part[key] = value.clone()
+                else:
+                    if value.shape != slot.parameter.shape:
+                        raise Error(
+                            f"state of {slot.name!r}: expected {key!r} of shape {list(slot.parameter.shape)}, "
+                            f"got {list(value.shape)}"
+                        )
+                    whole = in_memory_order(value.to(exchange.device), slot.parameter)
+                    dtype = slot.parameter.dtype if value.is_floating_point() else value.dtype
+                    part[key] = whole[piece.start : piece.stop].to(dtype, copy=True)
+            put(piece.values, part)
+
+
+def _describe(exchange: Exchange, mine: State) -> tuple[State, dict[int, dict[str, torch.dtype]]]:
+    """(what belongs to whole parameters, names and dtypes of what belongs to elements), known to all ranks."""
+    counts: State = {}
+    kinds: dict[int, dict[str, torch.dtype]] = {}
+    for index, values in mine.items():
+        counts[index], kinds[index] = {}, {}
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                kinds[index][key] = value.dtype
+            else:
+                counts[index][key] = value
+    merged_counts: State = {}
+    merged_kinds: dict[int, dict[str, torch.dtype]] = {}
+    for their_counts, their_kinds in _gather_objects(exchange, (counts, kinds)):
+        for index, values in their_counts.items():
+            merged_counts.setdefault(index, {}).update(values)
+        for index, dtypes in their_kinds.items():
+            merged_kinds.setdefault(index, {}).update(dtypes)
+    return merged_counts, merged_kinds
+
+
+def _gather(exchange: Exchange, bucket: Bucket, key: str, mine: State, dtypes: set[torch.dtype]) -> torch.Tensor:
+    """One kind of state of a whole bucket; elements whose parameter has none are zero."""
+    assert len(dtypes) == 1, "one kind of state has one dtype"
+    out = torch.zeros(bucket.values.numel(), dtype=dtypes.pop(), device=exchange.device)
+    width = bucket.share.numel()
+    share = out[exchange.rank * width : (exchange.rank + 1) * width]
+    for piece in bucket.pieces:
+        if key in mine.get(piece.index, {}):
+            at = bucket.offsets[piece.index] + piece.start - exchange.rank * width
+            share[at : at + piece.stop - piece.start].copy_(mine[piece.index][key])
+    exchange.communicate(WHAT, lambda: ring.all_gather(share, out, exchange.group, tag=TAG))
+    return out
+
+
+def _gather_objects(exchange: Exchange, value: Any) -> list[Any]:
+    """One object from each rank, by messages about state."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    sizes = torch.zeros(exchange.ranks, dtype=torch.int64)
+    sizes[exchange.rank] = data.numel()
+    _all_gather_on(exchange, sizes)
+    longest = int(sizes.max())
+    everything = torch.zeros(exchange.ranks * longest, dtype=torch.uint8)
+    everything[exchange.rank * longest : exchange.rank * longest + data.numel()] = data
+    everything = _all_gather_on(exchange, everything)
+    return [
+        torch.load(io.BytesIO(everything[r * longest : r * longest + int(size)].numpy().tobytes()), weights_only=False)
+        for r, size in enumerate(sizes)
+    ]
+
+
+def _all_gather_on(exchange: Exchange, out: torch.Tensor) -> torch.Tensor:
+    there = out.to(exchange.device)
+    share = there.view(exchange.ranks, -1)[exchange.rank]
+    exchange.communicate(WHAT, lambda: ring.all_gather(share, there, exchange.group, tag=TAG))
+    out.copy_(there)
+    return out
+
+
+WHAT = "gathering optimiser state from all ranks (each of them must call state_dict() if one does)"

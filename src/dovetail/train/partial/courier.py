@@ -1,0 +1,285 @@
+"""Carries gradients from those who have them to everybody: reduces among the contributors, delivers to all.
+
+One thread per rank takes the buckets of a step in the plan's order, the last segments first, each once its gradients
+are ready, and finishes one before the next: a communication stream, in the same order on all ranks. For a bucket of n
+bytes with c contributors among k ranks the links carry (c − 1)n + (k − 1)n bytes: every contributor gets a c-th part of
+the sum from all others (an all-to-all in which the other ranks send nothing) and sends it to everybody. With c = k that
+is an all-reduce; with c = 1 a broadcast. Everybody receives the very same bits, so replicas stay identical. Behind the
+gradients of a bucket travels one number for each of them that says how many contributors had it: what nobody used, or
+what the user has frozen, keeps `.grad` as it was, as in one process, and no optimiser moves it.
+
+Before the first bucket all ranks tell each other, in a few numbers, how many samples they have, how long they took for
+the last step, and whether they are still well; a rank that failed says so there, and the others end instead of waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from dovetail.core.errors import Error
+from dovetail.train.words import plain
+
+from .segments import Leaf
+
+Metric = Callable[[Leaf], torch.Tensor | None]
+Job = tuple[Callable[["Delivery"], None], "Delivery"]
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients of one segment and one dtype that travel together."""
+
+    segment: int
+    leaves: list[Leaf]
+    flat: torch.Tensor
+    """All that travels: the gradients, then for each of them how many contributors had it."""
+    gradients: torch.Tensor
+    views: list[torch.Tensor]
+    used: torch.Tensor
+
+    @classmethod
+    def of(cls, leaves: list[Leaf]) -> Bucket:
+        first = leaves[0].parameter
+        # Half precision is added up in single precision: its eight bits would not bear the sum.
+        dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
+        sizes = [leaf.parameter.numel() for leaf in leaves]
+        flat = torch.zeros(sum(sizes) + len(leaves), dtype=dtype, device=first.device)
+        gradients, used = flat.split([sum(sizes), len(leaves)])
+        views = [part.view(leaf.parameter.shape) for part, leaf in zip(gradients.split(sizes), leaves, strict=True)]
+        return cls(leaves[0].segment, leaves, flat, gradients, views, used)
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank tells the others at the beginning of a step."""
+
+    step: int
+    samples: float
+    seconds: float
+    """What its own computation took in the step before, per sample."""
+    metric: bool
+    """Whether it knows the optimiser's metric."""
+    rate: float = 0.0
+    """The optimiser's learning rate at the last step."""
+    failed: bool = False
+
+    def numbers(self) -> list[float]:
+        return [float(self.step), self.samples, self.seconds, float(self.metric), self.rate, float(self.failed)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Word:
+        return cls(int(numbers[0]), numbers[1], numbers[2], bool(numbers[3]), numbers[4], bool(numbers[5]))
+
+
+@dataclass(eq=False)
+class Delivery:
+    """One step on its way."""
+
+    word: Word
+    depths: tuple[int, ...]
+    segments: int
+    buckets: list[Bucket]
+    used: set[Leaf] = field(default_factory=set)
+    """What got a gradient on this rank. Grows while backward runs; a bucket that is ready has all of its own here."""
+    metric: Metric | None = None
+    """Set on a step that is measured."""
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """The first rank's go to all at the end."""
+    ready: list[threading.Event] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    abandoned: bool = False
+    """The backward pass raised: what is not ready will never be."""
+    words: list[Word] = field(default_factory=list)
+    squares: list[list[float]] = field(default_factory=list)
+    """On a measured step, of every rank: |g|² per segment (0 where it did not contribute), then |mean|² per segment."""
+    in_metric: bool = False
+
+    def contributors(self, segment: int) -> list[int]:
+        return [rank for rank, depth in enumerate(self.depths) if depth >= self.segments - segment]
+
+
+class Courier:
+    """The thread and the process group that it alone uses, so that no collective of the user's comes in between."""
+
+    def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout: float) -> None:
+        self._group, self._device, self._timeout = group, device, timeout
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # It holds nothing but the queue between steps, so that it never keeps a module alive.
+        threading.Thread(target=_serve, args=(self._queue,), name="dovetail-courier", daemon=True).start()
+
+    def begin(self, delivery: Delivery) -> None:
+        """Starts a step. Buckets to which this rank does not contribute are ready at once."""
+        delivery.ready = [threading.Event() for _ in delivery.buckets]
+        for bucket, event in zip(delivery.buckets, delivery.ready, strict=True):
+            if self._rank not in delivery.contributors(bucket.segment):
+                event.set()
+        self._queue.put((self._carry, delivery))
+
+    def finish(self, delivery: Delivery) -> None:
+        """Waits until every gradient has arrived."""
+        for event in delivery.ready:  # those whose parameters got no gradient in this step
+            event.set()
+        if not delivery.done.wait(self._timeout * (len(delivery.buckets) + 2)):
+            raise Error(f"step {delivery.word.step}: no answer from the other ranks within {self._timeout:g} s")
+        if isinstance(delivery.error, Error):
+            raise delivery.error
+        if delivery.error is not None:
+            why = plain(delivery.error)
+            raise Error(f"step {delivery.word.step}: a rank was lost while gradients were on their way: {why}")
+
+    def abandon(self, delivery: Delivery) -> None:
+        """Lets the thread go that waits for gradients of a backward pass that has raised."""
+        delivery.abandoned = True
+        for event in delivery.ready:
+            event.set()
+
+    def tell_failure(self, step: int, *, wait: bool = True) -> None:
+        """Lets the others know that this rank will not come to this step.
+
+        Whoever ends right after this must wait until they have heard; whoever was interrupted must not be held up.
+        """
+        word = Word(step=step, samples=0, seconds=0, metric=False, failed=True)
+        with contextlib.suppress(Exception):  # the failure itself is what the user must see
+            if wait:
+                self._gather(word.numbers())
+            else:
+                self._send(word.numbers())
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _carry(self, delivery: Delivery) -> None:
+        with torch.no_grad():
+            delivery.words = [Word.of(numbers) for numbers in self._gather(delivery.word.numbers())]
+            self._check(delivery)
+            delivery.in_metric = all(word.metric for word in delivery.words)
+            squares = torch.zeros(2, delivery.segments, dtype=torch.float64)
+            for bucket, ready in zip(delivery.buckets, delivery.ready, strict=True):
+                ready.wait()
+                if delivery.abandoned:
+                    return
+                self._reduce(delivery, bucket, squares)
+            if delivery.buffers:
+                self.share(delivery.buffers)
+            if delivery.metric is not None:
+                delivery.squares = self._gather([float(x) for x in squares.flatten()])
+
+    def _check(self, delivery: Delivery) -> None:
+        for rank, word in enumerate(delivery.words):
+            if word.failed:
+                raise Error(f"step {delivery.word.step}: rank {rank} has failed; its own message says why")
+            if word.step != delivery.word.step:
+                raise Error(f"rank {rank} is at step {word.step}, this one at step {delivery.word.step}")
+
+    def _reduce(self, delivery: Delivery, bucket: Bucket, squares: torch.Tensor) -> None:
+        contributors = delivery.contributors(bucket.segment)
+        mine = self._rank in contributors
+        metric = self._metric_of(delivery, bucket)
+        if mine:
+            for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
+                gradient = leaf.tensor.grad
+                view.zero_() if gradient is None else view.copy_(gradient)
+            if delivery.metric is not None:
+                squares[0, bucket.segment] += _square(bucket.gradients, metric)
+            total = sum(delivery.words[rank].samples for rank in contributors)
+            bucket.gradients.mul_(delivery.word.samples / total if total else 1 / len(contributors))
+            bucket.used.copy_(torch.tensor([float(leaf in delivery.used) for leaf in bucket.leaves]))
+        self._exchange(bucket.flat, contributors)
+        for leaf, view, used in zip(bucket.leaves, bucket.views, bucket.used.tolist(), strict=True):
+            if not used:
+                continue
+            if leaf.tensor.grad is None:
+                leaf.tensor.grad = view.to(leaf.tensor.dtype, copy=True)
+            else:
+                leaf.tensor.grad.copy_(view)
+        if delivery.metric is not None and self._rank == 0:
+            squares[1, bucket.segment] += _square(bucket.gradients, metric)
+
+    def _exchange(self, flat: torch.Tensor, contributors: list[int]) -> None:
+        """From weighted gradients on the contributors to their sum on all ranks."""
+        if len(contributors) == self._size:
+            dist.all_reduce(flat, group=self._group)
+            return
+        shards = self._scatter(flat, contributors) if len(contributors) > 1 else [flat]
+        sent = [
+            dist.broadcast(shard, src=self._ranks[rank], group=self._group, async_op=True)
+            for shard, rank in zip(shards, contributors, strict=True)
+            if shard.numel()
+        ]
+        for work in sent:
+            assert work is not None
+            work.wait()
+
+    def _scatter(self, flat: torch.Tensor, contributors: list[int]) -> list[torch.Tensor]:
+        """Afterwards each contributor's own part of `flat` holds the sum. Added in the order of the ranks."""
+        shards = list(torch.tensor_split(flat, len(contributors)))
+        sizes = {rank: shard.numel() for rank, shard in zip(contributors, shards, strict=True)}
+        if self._rank in contributors:
+            own = sizes[self._rank]
+            outgoing, incoming = flat, flat.new_empty(own * len(contributors))
+            send = [sizes.get(rank, 0) for rank in range(self._size)]
+            receive = [own if rank in sizes else 0 for rank in range(self._size)]
+        else:
+            outgoing, incoming = flat.new_empty(0), flat.new_empty(0)
+            send = receive = [0] * self._size
+        dist.all_to_all_single(incoming, outgoing, receive, send, group=self._group)
+        if self._rank in contributors:
+            torch.sum(incoming.view(len(contributors), own), dim=0, out=shards[contributors.index(self._rank)])
+        return shards
+
+    def share(self, buffers: list[torch.Tensor]) -> None:
+        """The first rank's buffers, on all ranks, as DDP does."""
+        for dtype in dict.fromkeys(b.dtype for b in buffers):
+            same = [b for b in buffers if b.dtype == dtype and b.numel()]
+            if not same:
+                continue
+            flat = torch.cat([b.detach().flatten() for b in same])
+            dist.broadcast(flat.view(torch.uint8), src=self._ranks[0], group=self._group)  # gloo knows not every dtype
+            for buffer, part in zip(same, flat.split([b.numel() for b in same]), strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    def _gather(self, numbers: list[float]) -> list[list[float]]:
+        everyone, work = self._send(numbers)
+        work.wait()
+        return [[float(x) for x in theirs] for theirs in everyone]
+
+    def _send(self, numbers: list[float]) -> tuple[list[torch.Tensor], dist.Work]:
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self._size)]
+        work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+        assert work is not None
+        return everyone, work
+
+    def _metric_of(self, delivery: Delivery, bucket: Bucket) -> torch.Tensor | None:
+        """1/√v for every element of the bucket, or None for the plain metric."""
+        if delivery.metric is None or not delivery.in_metric:
+            return None
+        scales = [delivery.metric(leaf) for leaf in bucket.leaves]
+        assert all(scale is not None for scale in scales)
+        return torch.cat([scale.flatten().to(bucket.flat.dtype) for scale in scales if scale is not None])
+
+
+def _square(flat: torch.Tensor, metric: torch.Tensor | None) -> float:
+    squares = flat.square() if metric is None else flat.square().mul_(metric)
+    return float(squares.sum(dtype=torch.float64))
+
+
+def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        carry, delivery = job
+        try:
+            carry(delivery)
+        except BaseException as e:  # whatever it is, `finish` raises it where the user stands
+            delivery.error = e
+        delivery.done.set()
+        del job, carry, delivery

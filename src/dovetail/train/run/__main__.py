@@ -1,0 +1,5 @@
+"""`python -m dovetail.train.run`, for use under torchrun."""
+
+from .launcher import main
+
+main()

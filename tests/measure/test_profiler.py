@@ -1,0 +1,254 @@
+"""Profiles of small models: what counts as a layer and a tensor, what is restored, what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from dovetail.core.errors import Error
+from dovetail.measure import load, profiler
+from dovetail.measure.clock import Clock
+from dovetail.measure.profiler import ready_times
+
+from .fakes import measured, times
+
+
+def test_tied_weights_count_once_at_the_first_layer_that_runs() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 7, bias=False)  # defined first, runs last
+            self.embed = nn.Embedding(7, 4)
+            self.embed.weight = self.head.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(x))
+
+    found = measured(Tied(), torch.zeros(4, 3, dtype=torch.long))
+    assert [(layer.name, layer.parameter_bytes) for layer in found.layers] == [("embed", 7 * 4 * 4), ("head", 0)]
+    assert [(t.name, t.layer, t.bytes) for t in found.tensors] == [("head.weight", 0, 112)]
+
+
+def test_in_place_relu_and_batch_norm_work_and_buffers_are_restored() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 2))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = measured(model, torch.randn(4, 3, 8, 8))
+    assert [layer.type for layer in found.layers] == ["Conv2d", "BatchNorm2d", "ReLU", "Flatten", "Linear"]
+    assert len(found.tensors) == 6
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert [layer.activation_bytes for layer in found.layers] == [576, 576, 576, 576, 8]
+
+
+def test_attention_keeps_its_uncalled_projection_as_a_layer_without_time_beside_it() -> None:
+    found = measured(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(4, 5, 8))
+    names = [layer.name for layer in found.layers]
+    at = names.index("self_attn.out_proj")
+    assert names[at - 1] == "self_attn"
+    assert all(q.high == 0 for t in found.layers[at].times for q in (t.forward, t.backward))
+    assert found.layers[at].parameter_bytes == (8 * 8 + 8) * 4
+    assert {t.name for t in found.tensors if t.layer == at} == {"self_attn.out_proj.weight", "self_attn.out_proj.bias"}
+
+
+def test_a_single_module_and_nested_outputs_and_keyword_batches_work() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> Any:  # type: ignore[override]
+            y = super().forward(x) * scale
+            return {"out": (y, [y.sum(1)]), "count": torch.ones(2, dtype=torch.long), "note": "text"}
+
+    found = measured(Net(3, 2), {"x": torch.randn(6, 3), "scale": torch.ones(6, 1)})
+    assert [(layer.name, layer.parameter_bytes) for layer in found.layers] == [("Net", 32)]
+    assert [t.batch for t in found.layers[0].times] == [1, 3, 6]
+
+
+def test_frozen_and_unused_parameters_are_not_among_the_tensors() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(self.frozen(x))
+
+    found = measured(Net(), torch.randn(2, 2))
+    assert {t.name for t in found.tensors} == {"used.weight", "used.bias"}
+    assert {layer.name: layer.parameter_bytes for layer in found.layers}["frozen"] == 24
+    assert times(found)["frozen"][1] == 0.0
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model.eval()
+    model[3].train()
+    kept = torch.full_like(model[0].weight, 3.0)
+    model[0].weight.grad = kept
+    weights = [p.clone() for p in model.parameters()]
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    threads = torch.get_num_threads()
+    measured(model, torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.rand(3), expected)
+    assert [m.training for m in model] == [False, False, False, True]
+    assert model[0].weight.grad is kept
+    assert torch.equal(kept, torch.full_like(kept, 3.0))
+    assert all(p.grad is None for p in list(model.parameters())[1:])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert torch.get_num_threads() == threads
+
+
+def test_the_model_is_left_as_it_was_when_it_fails_in_the_middle() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(5, 1)).eval()
+    mean = model[0].running_mean.clone()
+    with pytest.raises(Error, match=r"model Sequential fails on a batch of 8: RuntimeError: mat1"):
+        profiler(model, torch.ones(8, 4))
+    assert torch.equal(model[0].running_mean, mean)
+    assert not model.training
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_size_nobody_asked_for_is_left_out_where_the_model_refuses_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    found = measured(model, torch.randn(4, 4))
+    assert [t.batch for t in found.layers[0].times] == [2, 4]
+    assert "left out batch 1" in found.source
+    with pytest.raises(Error, match="batch of 1"):
+        profiler(model, torch.randn(4, 4), batches=[1, 4], steps=1)
+
+
+def test_batches_beyond_the_example_repeat_its_samples() -> None:
+    seen: list[list[float]] = []
+
+    class Look(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x[:, 0].tolist())
+            return super().forward(x)
+
+    found = measured(Look(1, 1), torch.arange(2.0)[:, None], batches=[5])
+    assert seen[-1] == [0, 1, 0, 1, 0]
+    assert found.batch == 5
+
+
+def test_the_outputs_own_loss_is_used_and_a_given_one_before_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.a(x).mean(), "other": self.b(x)}
+
+    own = measured(Net(), torch.ones(2, 1))
+    given_loss = measured(Net(), torch.ones(2, 1), loss=lambda out: out["other"].sum())
+    assert [t.name for t in own.tensors] == ["a.weight"]
+    assert [t.name for t in given_loss.tensors] == ["b.weight"]
+
+
+def test_an_unsteady_order_of_gradients_is_said_and_the_most_common_is_taken() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.calls = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            layers = (self.b, self.a) if self.calls == 4 else (self.a, self.b)
+            return layers[1](layers[0](x))
+
+    found = measured(Net(), torch.ones(1, 1), steps=5)
+    assert [t.name for t in found.tensors] == ["b.weight", "a.weight"]
+    assert "another order in 1 of 5 steps" in found.source
+
+
+@given(
+    gaps=st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=8),
+    noise=st.lists(st.integers(0, 7), min_size=0, max_size=10),
+    tail=st.floats(0, 1),
+)
+def test_interruptions_of_single_runs_do_not_reach_the_ready_times(
+    gaps: list[float], noise: Sequence[int], tail: float
+) -> None:
+    runs, totals = [], []
+    for i in range(20):
+        at, run = 0.0, {}
+        for k, gap in enumerate(gaps):
+            at += gap + (10.0 if i < len(noise) and noise[i] == k else 0.0)
+            run[f"p{k}"] = at
+        runs.append(run)
+        totals.append(at + tail)
+    backward = sum(gaps) + tail
+    order, ready, unstable = ready_times(runs, backward=backward, totals=totals)
+    assert (order, unstable) == ([f"p{k}" for k in range(len(gaps))], 0)
+    assert ready == sorted(ready)
+    assert ready[-1] <= backward
+    if len(noise) < 10:
+        assert ready[-1] == pytest.approx(sum(gaps))
+    proportions = [t / ready[-1] for t in ready]
+    exact = [sum(gaps[: k + 1]) / sum(gaps) for k in range(len(gaps))]
+    assert proportions == pytest.approx(exact)
+
+
+def test_data_parallel_wrappers_are_looked_into() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = measured(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), torch.ones(2, 2))
+    finally:
+        dist.destroy_process_group()
+    assert {t.name for t in found.tensors} == {"weight", "bias"}
+    assert found.name == "Linear"
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_an_accelerators_stamps_become_ascending_seconds() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    clock, x = Clock(device), torch.ones(512, 512, device=device)
+    stamps = [clock.stamp()]
+    for _ in range(3):
+        x = x @ x
+        stamps.append(clock.stamp())
+    seconds = clock.seconds(stamps)
+    assert seconds[0] == 0
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize(("spec", "size"), [("mlp", 4), ("cnn", 4), ("gpt", 2)])
+def test_built_in_models_profile_on_the_real_clock(spec: str, size: int) -> None:
+    work = load(spec)
+    told: list[str] = []
+    found = measured(work.model, work.make_batch(size), loss=work.loss, name=work.name, steps=2, progress=told.append)
+    trained = {name for name, p in work.model.named_parameters() if p.requires_grad}
+    assert {t.name for t in found.tensors} == trained
+    assert found.parameter_bytes == sum(p.nbytes for p in work.model.parameters())
+    assert found.parameter_bytes == sum(layer.parameter_bytes for layer in found.layers)
+    assert found.forward_time() > 0
+    assert told[0] == f"{spec}: batch {size}, 3 steps"
+
+
+def test_profiling_computes_the_gradients_that_training_would() -> None:
+    """The hooks only look: the same loss and the same gradients with and without them."""
+    from dovetail.measure.passes import find_layers, recording
+
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 1)), torch.randn(5, 3)
+
+    def forward() -> torch.Tensor:
+        return F.mse_loss(model(x), torch.ones(5, 1))
+
+    forward().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    layers = find_layers(model, forward)
+    with recording(model, layers, Clock(torch.device("cpu"))) as recorder:
+        done = recorder.run(forward)
+    assert next(iter(done.ready)).startswith("2.")
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))

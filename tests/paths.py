@@ -1,0 +1,9 @@
+"""Folders of this checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+BENCHMARKS = ROOT / "benchmarks"

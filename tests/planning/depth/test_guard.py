@@ -1,0 +1,174 @@
+"""The guard's arithmetic: unbiased moments, the smallest counts within the bound, depths that give those counts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.core.errors import Error
+from dovetail.planning.depth.guard import (
+    Guard,
+    Moments,
+    assign,
+    cost,
+    counts_of,
+    decide,
+    fewer_workers,
+    fewest,
+    moments,
+    progress,
+    retained,
+    smoothed,
+)
+from dovetail.planning.depth.straggler import Pace, Stragglers
+
+scales = st.floats(0, 1e4)
+positive = st.floats(1e-3, 1e3)
+
+
+def test_moments_are_unbiased_for_unequal_batches() -> None:
+    rng = np.random.default_rng(0)
+    truth, spread = np.array([0.5, -0.3, 0.1]), np.array([1.0, 2.0, 0.5])
+    samples = [2, 5, 3]
+    found = []
+    for _ in range(20_000):
+        gradients = [truth + spread * rng.standard_normal((b, 3)).mean(axis=0) for b in samples]
+        mean = sum(b * g for b, g in zip(samples, gradients, strict=True)) / sum(samples)
+        found.append(moments([float(g @ g) for g in gradients], samples, float(mean @ mean)))
+    assert np.mean([m.variance for m in found]) == pytest.approx(float(spread @ spread), rel=0.02)
+    assert np.mean([m.signal for m in found]) == pytest.approx(float(truth @ truth), rel=0.06)
+
+
+def test_moments_of_equal_gradients_have_no_noise() -> None:
+    found = moments([4.0, 4.0], [3, 3], 4.0)
+    assert found == Moments(variance=0.0, signal=4.0) and found.noise_scale == 0.0
+    assert Moments(variance=1.0, signal=-0.1).noise_scale == math.inf
+
+
+def test_numerator_and_denominator_are_smoothed_apart() -> None:
+    first, second = Moments(variance=1.0, signal=1.0), Moments(variance=3.0, signal=-0.5)
+    assert smoothed(None, first, 0.3) == first
+    assert smoothed(first, second, 0.5) == Moments(variance=2.0, signal=0.25)
+
+
+@given(scales, st.integers(1, 8), st.integers(1, 8), positive)
+def test_what_is_retained_is_the_notes_formula(scale: float, c: int, k: int, batch: float) -> None:
+    c = min(c, k)
+    expected = (1 + scale / batch) / (1 + scale * k / (batch * c))
+    assert retained(scale, batch * c / k, batch) == pytest.approx(expected)
+    assert c / k - 1e-9 <= retained(scale, batch * c / k, batch) <= 1 + 1e-9
+    assert retained(math.inf, batch * c / k, batch) == pytest.approx(c / k)
+
+
+@given(
+    st.lists(st.builds(Moments, variance=positive, signal=st.floats(-1, 10)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.floats(0, 0.95),
+)
+def test_counts_are_the_smallest_that_the_bound_and_the_order_allow(
+    segments: list[Moments], batches: list[int], epsilon: float
+) -> None:
+    def allowed(counts: tuple[int, ...]) -> bool:
+        kept = [retained(s.noise_scale, sum(batches[:c]), sum(batches)) for s, c in zip(segments, counts, strict=True)]
+        rising = all(a <= b for a, b in itertools.pairwise(counts))
+        return rising and counts[-1] == len(batches) and min(kept) >= 1 - epsilon - 1e-12
+
+    all_counts = itertools.product(range(1, len(batches) + 1), repeat=len(segments))
+    best = [c for c in all_counts if allowed(c)]
+    chosen = fewest(segments, batches, epsilon=epsilon)
+    assert chosen in best
+    assert all(all(a <= b for a, b in zip(chosen, other, strict=True)) for other in best)
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 6))
+def test_assigned_depths_give_the_counts_and_respect_limits(data: st.DataObject, segments: int, workers: int) -> None:
+    counts = sorted(data.draw(st.lists(st.integers(1, workers), min_size=segments, max_size=segments)))
+    counts[-1] = workers
+    order = data.draw(st.permutations(range(workers)))
+    assert counts_of(assign(counts, order), segments) == tuple(counts)
+    limits = data.draw(st.lists(st.integers(1, segments), min_size=workers, max_size=workers))
+    depths = assign(counts, order, limits)
+    assert max(depths) == segments, "the first segment is always trained"
+    beyond = [w for w in range(workers) if depths[w] > limits[w]]
+    assert beyond == [] or (max(limits) < segments and beyond == [order[0]])
+    assert all(d >= 1 for d in depths)
+
+
+def test_ladder_depths_survive_the_way_through_counts() -> None:
+    depths = (3, 1, 4, 2)
+    order = sorted(range(4), key=lambda w: -depths[w])
+    assert assign(counts_of(depths, 4), order) == depths
+
+
+def test_the_ladders_cost_is_the_notes_formula() -> None:
+    for k in (2, 4, 8):
+        saved = 1 - cost(range(1, k + 1), [1.0] * k, forward=1.0, backward=[2.0 / k] * k)
+        assert saved == pytest.approx((k - 1) / (3 * k))
+
+
+def test_it_says_when_fewer_workers_would_serve_better_and_not_otherwise() -> None:
+    backward = [0.5] * 4
+    # The first segment alone is noisy and carries all the progress: three full workers beat a ladder of like cost.
+    noisy = [Moments(variance=1000.0, signal=10.0), *[Moments(variance=0.01, signal=0.01)] * 3]
+    assert fewer_workers(noisy, (1, 2, 3, 4), [8.0] * 4, forward=1.0, backward=backward) in (2, 3)
+    # Only the last segment matters, where everybody contributes.
+    late = [*[Moments(variance=0.01, signal=0.01)] * 3, Moments(variance=1000.0, signal=10.0)]
+    assert fewer_workers(late, (1, 2, 3, 4), [8.0] * 4, forward=1.0, backward=backward) is None
+    assert fewer_workers(noisy, (4, 4, 4, 4), [8.0] * 4, forward=1.0, backward=backward) is None
+
+
+def test_a_decision_is_one_line_that_explains_itself() -> None:
+    segments = [Moments(variance=320.0, signal=1.0), Moments(variance=3.2, signal=1.0)]
+    made = decide(Guard(epsilon=0.2), segments, [8.0] * 4, step=40, before=(4, 4))
+    assert made.counts == (4, 4) and made.noise == pytest.approx((10.0, 0.1))
+    text = str(made)
+    assert text.startswith("step 40: noise/batch 10 0.1 (plain metric), input to output; contributors stay 4 4 of 4")
+    looser = decide(Guard(epsilon=0.5), segments, [8.0] * 4, step=60, before=(4, 4), metric="optimiser's")
+    assert "contributors were 4 4, now 2 4 of 4" in str(looser) and "\n" not in str(looser)
+    assert 0 < looser.progress < 1 and 0 < looser.cost < 1
+    assert progress(segments, (4, 4), [8.0] * 4) == pytest.approx(1.0)
+
+
+def test_the_plans_counts_are_a_floor() -> None:
+    quiet = [Moments(variance=0.0, signal=1.0)] * 3
+    assert fewest(quiet, [1.0] * 4, epsilon=0.1) == (1, 1, 4)
+    assert fewest(quiet, [1.0] * 4, epsilon=0.1, least=(2, 2, 4)) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"epsilon": 1.0}, "Guard.epsilon"), ({"every": 0}, "Guard.every"), ({"smoothing": 0.0}, "Guard.smoothing")],
+)
+def test_wrong_options_are_one_line(options: dict[str, float], words: str) -> None:
+    with pytest.raises(Error, match=words):
+        Guard(**options)  # type: ignore[arg-type]
+    with pytest.raises(Error, match=r"Stragglers\.slow: expected above 1"):
+        Stragglers(slow=1.0)
+
+
+def test_a_worker_is_slow_after_patience_and_well_again_after_patience() -> None:
+    pace = Pace(Stragglers(slow=1.5, patience=3), workers=4, segments=4, forward=1.0, backward=2.0)
+
+    def seconds(slowness: float, depths: tuple[int, ...]) -> list[float]:
+        return [(1 + 2 * d / 4) * (slowness if w == 3 else 1.0) for w, d in enumerate(depths)]
+
+    for _ in range(2):
+        assert pace.update(seconds(2.0, (1, 2, 3, 4)), (1, 2, 3, 4)) == []
+    (line,) = pace.update(seconds(2.0, (1, 2, 3, 4)), (1, 2, 3, 4))
+    # Depth 1 at half the speed takes 2 × 1.5, as long as a healthy worker at depth 4.
+    assert pace.limits == (4, 4, 4, 1) and "worker 3 takes 2 times the usual time: depth at most 1 of 4" in line
+    assert pace.update(seconds(1.4, (1, 2, 4, 1)), (1, 2, 4, 1)) == [], "better, but not well"
+    for _ in range(2):
+        assert pace.update(seconds(1.0, (1, 2, 4, 1)), (1, 2, 4, 1)) == []
+    assert pace.update(seconds(1.0, (1, 2, 4, 1)), (1, 2, 4, 1)) == ["worker 3 is well again: any depth"]
+    assert pace.limits == (4, 4, 4, 4)
+
+
+def test_different_depths_alone_make_nobody_slow() -> None:
+    pace = Pace(Stragglers(slow=1.2, patience=1), workers=4, segments=4, forward=1.0, backward=2.0)
+    assert pace.update([1.5, 2.0, 2.5, 3.0], (1, 2, 3, 4)) == [] and pace.limits == (4,) * 4
