@@ -62,7 +62,7 @@ REFERENCE: list[tuple[str, int, int, str, float]] = [
 def named(burst: BurstPlanner, name: str) -> BurstPlan:
     kind, _, limit = name.partition(":")
     limited = kind in ("fastest", "deeppool") and limit
-    return burst.policy(kind, amplification=float(limit)) if limited else burst.policy(name)
+    return rules.by_name(burst, kind, amplification=float(limit)) if limited else rules.by_name(burst, name)
 
 
 def contest(model: str, profile: Profile, batch: int, devices: int, links: str) -> Cells:
@@ -72,15 +72,15 @@ def contest(model: str, profile: Profile, batch: int, devices: int, links: str) 
     itself, and the devices that background tasks keep busy.
     """
     burst = planner(profile, batch, devices, wires=LINKS[links])
-    widest = burst.policy(f"dp:{min(devices, batch)}")
+    widest = rules.by_name(burst, f"dp:{min(devices, batch)}")
     speed = widest.prediction.iteration
     deep, broken = rules.deeppool(burst, amplification=AMPLIFICATION)
     code, code_broken = rules.deeppool_published(burst, amplification=AMPLIFICATION)
     above = {"deeppool, 2x a layer": len(broken), "deeppool's code, 2x a layer": len(code_broken)}
-    static = burst.policy("static-partition", amplification=AMPLIFICATION)
+    static = rules.by_name(burst, "static-partition", amplification=AMPLIFICATION)
     plans = {
         "dp, all devices": widest,
-        "best dp": burst.policy("best-dp"),
+        "best dp": rules.by_name(burst, "best-dp"),
         "static partition at dp's speed": rules.static_partition(burst, iteration=SLACK * speed),
         "static partition, 2x": static,
         "deeppool, 2x a layer": deep,
@@ -133,7 +133,7 @@ def verdicts(cells: Cells) -> Cells:
 
 
 def reference(profiles: dict[str, Profile]) -> tuple[Cells, Check]:
-    cells = []
+    cells: Cells = []
     for model, batch, devices, name, ms in REFERENCE:
         found = named(planner(profiles[model], batch, devices, halving=True), name).prediction.iteration * 1e3
         cells.append({"model": model, "batch": batch, "devices": devices, "plan": name, "ms": found, "reference": ms})
@@ -147,7 +147,7 @@ def hidden(profiles: dict[str, Profile]) -> Cells:
     cells = []
     for model, devices in (("vgg", 8), ("vgg", 32), ("wrn", 8), ("wrn", 32)):
         burst = planner(profiles[model], 32, devices)
-        dp, bound = burst.policy(f"dp:{devices}"), lower_bound(burst)
+        dp, bound = rules.by_name(burst, f"dp:{devices}"), lower_bound(burst)
         for name, plan, behind in (
             (dp.policy, dp, overlapped(burst, dp)),
             ("burst, fastest", burst.fastest(), fastest_overlapped(burst)),
@@ -163,7 +163,7 @@ def hidden(profiles: dict[str, Profile]) -> Cells:
 def gaps(profile: Profile) -> Cells:
     """What background tasks of several lengths get at the speed of dp:8, from two plans."""
     burst = planner(profile, 32, 8)
-    speed = burst.policy("dp:8").prediction.iteration
+    speed = rules.by_name(burst, "dp:8").prediction.iteration
     plain = burst.cheapest(iteration=speed)
     cells = []
     for task in (0.5e-3, 2e-3, 5e-3, 10e-3):

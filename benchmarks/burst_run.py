@@ -14,11 +14,11 @@ from typing import Any
 
 from rich.table import Table
 
+from burst_contest import BurstEntry, BurstOutcome, run
 from common import Check, console, quantiles
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
 from dovetail.core.timeline import compare
-from dovetail.emulate.burst_contest import Entry, Outcome, run
-from dovetail.emulate.contest import Setting
+from dovetail.emulate.contest import EmulatedCluster
 from dovetail.emulate.shaped_network import available
 
 RANKS, BATCH = 8, 32
@@ -144,11 +144,11 @@ def emulated_runs(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
         outcome = run(
             profile(cell),
             ["ddp", "dp:8", "burst"] if quick else POLICIES,
-            Setting(ranks=RANKS, rate=cell.rate),
+            EmulatedCluster(ranks=RANKS, rate=cell.rate),
             batch=BATCH,
             bucket_bytes=25 * 2**20 * BYTES,
             rounds=2 if quick else 4,
-            steps=2 if quick else 4,
+            iterations=2 if quick else 4,
             network_seconds=20 if quick else 80,
         )
         found = [_row(cell, entry, outcome) for entry in outcome.entries]
@@ -157,7 +157,7 @@ def emulated_runs(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
     return rows, _checks(rows)
 
 
-def _row(cell: Cell, entry: Entry, outcome: Outcome) -> dict[str, Any]:
+def _row(cell: Cell, entry: BurstEntry, outcome: BurstOutcome) -> dict[str, Any]:
     measured, predicted = quantiles(entry.seconds), entry.predicted
     spare = sum(s.duration for s in predicted.spans if s.kind == "idle")
     one = entry.plan.prediction.one_device

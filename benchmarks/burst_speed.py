@@ -13,17 +13,18 @@ from typing import Any
 from common import Check
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
 from dovetail.measure.presets import preset
-from dovetail.planning.burst.cost import Links, NetworkLinks, ProfileCost, Wires
+from dovetail.planning.burst import rules
+from dovetail.planning.burst.cost import LinkCosts, Links, NetworkLinks, ProfileCost
 from dovetail.planning.burst.planner import BurstPlanner
 
 ROOT = Path(__file__).resolve().parents[1]
 Cells = list[dict[str, Any]]
-LINKS: dict[str, Wires] = {"nvlink": Links(), "100gbe": NetworkLinks(preset("100gbe-16"))}
+LINKS: dict[str, LinkCosts] = {"nvlink": Links(), "100gbe": NetworkLinks(preset("100gbe-16"))}
 """Assumptions, both: NVLink's figures for any number of devices, and a ring of 100 Gbit Ethernet."""
 
 
 def planner(
-    profile: Profile, batch: int, devices: int, *, halving: bool = False, wires: Wires = LINKS["nvlink"]
+    profile: Profile, batch: int, devices: int, *, halving: bool = False, wires: LinkCosts = LINKS["nvlink"]
 ) -> BurstPlanner:
     """`halving`: only powers of two, as behind the reference figures."""
     counts = tuple(2**i for i in range(devices.bit_length()) if 2**i <= min(devices, batch)) if halving else ()
@@ -49,7 +50,7 @@ def brute_force(chains: int, graphs: int) -> Check:
 def speed(profiles: dict[str, Profile], rounds: int) -> tuple[Cells, list[Check]]:
     """Tables included; the median of some rounds."""
     like = inception()
-    widest = planner(like, 1024, 1024).policy("dp:1024").prediction.iteration
+    widest = rules.by_name(planner(like, 1024, 1024), "dp:1024").prediction.iteration
     questions: dict[str, Callable[[BurstPlanner], Any]] = {
         "fastest": lambda b: b.fastest(),
         "1.25x in all": lambda b: b.fastest(amplification=1.25),

@@ -1,11 +1,11 @@
-"""The cluster for real: executors, aggregators and a coordinator as processes, on eight emulated devices.
+"""A real cluster: executors, aggregators and a coordinator as processes, on eight emulated devices.
 
 python benchmarks/cluster.py [--quick] [--json FILE]
 
 An emulated device waits for the times of a profile; tensors, gradients, optimiser, messages and decisions are real. The
 same jobs run under gang-fifo-backfill with full backpropagation and under jigsaw with the SPB ladder, on the same
-executors one after the other, and the simulator plays each recorded run again. Then a foreground job beside background
-ones, kills of random processes, and a long queue. The full run takes about thirteen minutes on two idle cores.
+executors one after the other, and the simulator replays each recorded run. Then come a foreground job beside background
+jobs, kills of random processes, and a long queue. The full run takes about thirteen minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def main() -> None:
         console.print(f"[dim]{part.__name__} at {time.strftime('%H:%M:%S')}[/]")
         try:
             tables[part.__name__] = part(args.quick, checks)
-        except (trial.Unfinished, Error) as e:  # a result too: the other parts are still worth knowing
+        except (trial.Unfinished, Error) as e:  # recorded as a failed check: the other parts still run
             tables[part.__name__] = []
             checks.append(Check(part.__name__, f"not made: {e}", "made", False))
     tables["channel"] = [runs.channel(size, 5 if args.quick else 20) for size in (1, 16, 128)]

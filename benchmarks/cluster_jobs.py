@@ -1,4 +1,4 @@
-"""What benchmarks/cluster.py runs: jobs with the measured duty cycles of known models, on emulated devices."""
+"""The jobs of benchmarks/cluster.py, with the measured duty cycles of known models, for emulated devices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from dovetail.core import files
-from dovetail.core.job import Job, Phase
+from dovetail.core.job import Job, JobPhase
 from dovetail.core.profile import Profile
-from dovetail.measure import profiler as measured
+from dovetail.measure import profile as measured
 from dovetail.measure.zoo import GPT
 
 LIKE: dict[str, tuple[float, float]] = {
@@ -22,7 +22,7 @@ LIKE: dict[str, tuple[float, float]] = {
     "vgg16": (0.072, 0.129),
 }
 SIZES = {"vocabulary": 64, "length": 8, "width": 16, "heads": 2, "depth": 2}
-"""Of the transformer that really computes and learns in every task; small, since devices are emulated."""
+"""Arguments of the transformer that every task trains; small, since devices are emulated."""
 TEXT = """
 import torch
 from torch.utils.data import TensorDataset
@@ -55,7 +55,7 @@ class Wanted:
     name: str
     text: str
     job: Job
-    """As the simulator knows it, at full depth."""
+    """The same job for the simulator, at full depth."""
 
 
 def profiles(folder: Path) -> dict[str, Path]:
@@ -65,7 +65,7 @@ def profiles(folder: Path) -> dict[str, Path]:
     base = measured(GPT(**SIZES), (tokens, tokens.roll(-1, 1)), loss=lambda output: output["loss"])
     found = {}
     for name, (device, _) in LIKE.items():
-        # A third of it forward, as is usual for these models.
+        # A third of the time is the forward pass, as is usual for these models.
         scaled: Profile = base.scaled(forward=device / 3, backward=device * 2 / 3, name=name)
         found[name] = folder / f"{name}.json"
         files.write(found[name], scaled)
@@ -79,7 +79,7 @@ def wanted(name: str, like: str, profile: Path, *, workers: int, steps: int) -> 
     )
     job = Job(
         name=name,
-        phases=(Phase(iterations=steps, workers=workers),),
+        phases=(JobPhase(iterations=steps, workers=workers),),
         forward=device / 3,
         backward=device * 2 / 3,
         off_device=off,

@@ -1,4 +1,4 @@
-"""Many queued jobs, and requests that no client of ours would send."""
+"""Load on the API: many queued jobs, and fuzzed requests."""
 
 from __future__ import annotations
 
@@ -28,17 +28,21 @@ METHODS = ("GET", "GET", "POST", "POST", "POST", "PUT", "DELETE", "HEAD", "OPTIO
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds: of one submission, and of one `status` while all are queued."""
+    """Times in seconds, while `jobs` jobs are queued."""
 
     jobs: int
     submit: float
+    """Of one submission, median."""
     status: float
+    """Of one `status`, median."""
     worst: float
+    """Of one `status`."""
     bytes: int
+    """Of its answer."""
 
 
 def queued(client: Client, count: int, *, threads: int = 8, looks: int = 20) -> Load:
-    """Hands in `count` jobs that take for ever: a few run, the others wait. Then looks at the status many times."""
+    """Submits `count` endless jobs: a few run, the others wait. Then asks for the status `looks` times."""
     text = CHAOS_JOB.replace("task_seconds=(0.010, 0.020)", "task_seconds=(0.2, 0.4)")
     assert text != CHAOS_JOB, "the jobs' tasks must be long"
     times: list[float] = []
@@ -65,7 +69,7 @@ def queued(client: Client, count: int, *, threads: int = 8, looks: int = 20) -> 
 
 
 def fuzz(client: Client, count: int, *, seed: int, threads: int = 4) -> Counter[int]:
-    """So many requests of seeded nonsense: how often each status code was the answer; -1 for none."""
+    """Sends `count` fuzzed requests from a seeded generator: how often each status code came; -1 for no answer."""
     address = home_of(client).address()
     assert address is not None
     found: Counter[int] = Counter()
@@ -74,7 +78,7 @@ def fuzz(client: Client, count: int, *, seed: int, threads: int = 4) -> Counter[
     def some(part: int) -> None:
         rng = random.Random(seed * 1000 + part)
         mine: Counter[int] = Counter()
-        connection = http.client.HTTPConnection(address.host, address.port, timeout=30)
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=300)
         for method, target, body, headers in requests(rng, count // threads + (part < count % threads)):
             try:
                 connection.request(method, target, body=body, headers=headers)
@@ -111,7 +115,7 @@ def requests(rng: random.Random, count: int) -> Iterator[Request]:
 
 
 def _body(rng: random.Random) -> bytes:
-    """Nothing, noise, JSON of the wrong kind, or a submission with one field spoilt."""
+    """Nothing, noise, JSON of the wrong kind, or a submission with one wrong field."""
     kind = rng.randrange(5)
     if kind == 0:
         return b""

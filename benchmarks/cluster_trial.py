@@ -1,4 +1,4 @@
-"""A cluster to try things on: started in a folder of its own, ended for certain, looked for afterwards. And its killer.
+"""A cluster for trials: started in a folder of its own, always ended, searched for leftovers; and random kills.
 
 Used by benchmarks/cluster.py and by the tests.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.cluster import up_down
-from dovetail.cluster.client import Client, Refused, Unreachable
+from dovetail.cluster.client import Client, RequestRefused, Unreachable
 from dovetail.cluster.coordinator.job_store import Store
 from dovetail.cluster.home import SHARED_MEMORY, Home, cluster_id
 from dovetail.cluster.transport.messages import Alive
@@ -28,6 +28,8 @@ class Unfinished(Exception):
     """Jobs that should have finished have not."""
 
 
+HANG = 300.0
+"""Seconds after which a cluster that does not answer never will."""
 ENDED = ("finished", "failed", "cancelled")
 CHAOS_JOB = """
 import torch
@@ -55,18 +57,18 @@ job = TrainingJob(
     task_seconds=(0.010, 0.020), off_device=0.005,
 )
 """
-"""Everything that must come back as it was: momenta, batch norm, dropout, a schedule, partial depth by an option."""
+"""A job with all that a checkpoint must restore: momenta, batch norm, dropout, a schedule; partial depth by option."""
 
 
 @contextlib.contextmanager
 def cluster(home: Path | None = None, *, grace: float = 0.0, **options: Any) -> Iterator[Client]:
-    """A running cluster in `home`, or in a folder that is gone afterwards. Without `grace` it ends by kills."""
+    """A running cluster in `home`, or in a temporary folder. Without `grace` its processes are killed at the end."""
     with contextlib.ExitStack() as stack:
         if home is None:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-trial-")))
-        stack.callback(up_down.down, home, grace=grace)
-        up_down.up(home, timeout=120.0, **options)
-        yield Client(home)
+        stack.callback(up_down.down, home, grace=grace, timeout=HANG)
+        up_down.up(home, timeout=HANG, **options)
+        yield Client(home, timeout=HANG)
 
 
 def home_of(client: Client) -> Home:
@@ -74,8 +76,8 @@ def home_of(client: Client) -> Home:
     return client.home
 
 
-def ask(client: Client, verb: str, *given: Any, limit: float = 60.0, **named: Any) -> Any:
-    """As the command line does: again while the coordinator is being restarted."""
+def ask(client: Client, verb: str, *given: Any, limit: float = HANG, **named: Any) -> Any:
+    """Calls a method of the client, again while the coordinator is being restarted."""
     end = time.monotonic() + limit
     while True:
         try:
@@ -94,7 +96,7 @@ def submit(client: Client, text: str, *, name: str, share: str = "normal", **opt
 
 
 def wait(client: Client, jobs: Sequence[int], *, limit: float, pause: float = 0.2) -> dict[int, dict[str, Any]]:
-    """Until they have ended, or the time is over: what the cluster says of each."""
+    """Waits until they have ended, for `limit` seconds at most: what the cluster says of each."""
     end = time.monotonic() + limit
     found: dict[int, dict[str, Any]] = {}
     while time.monotonic() < end:
@@ -108,7 +110,7 @@ def wait(client: Client, jobs: Sequence[int], *, limit: float, pause: float = 0.
 
 
 def finished(ended: dict[int, dict[str, Any]], what: str) -> None:
-    """Unfinished, with what the cluster says of those that are not."""
+    """Raises Unfinished if one has not finished, with what the cluster says of it."""
     rest = [f"{e['name']}: {e['state']} at {e['iteration']} {e['reason']}" for e in ended.values()
             if e["state"] != "finished"]  # fmt: skip
     if rest:
@@ -116,7 +118,7 @@ def finished(ended: dict[int, dict[str, Any]], what: str) -> None:
 
 
 def curve(home: Home, job: int) -> bytes:
-    """Its losses as they stand on disk."""
+    """The file of its losses."""
     return (home.job(job) / "losses.jsonl").read_bytes()
 
 
@@ -124,7 +126,7 @@ def curve(home: Home, job: int) -> bytes:
 
 
 def processes(home: Path) -> dict[int, str]:
-    """Processes of a home's cluster: they have it in their command line, or as their folder."""
+    """Processes of a home's cluster: the home is in their command line, or is their working folder."""
     found = {}
     name = str(Path(home).resolve())
     for entry in Path("/proc").glob("[0-9]*"):
@@ -142,7 +144,7 @@ def memory(home: Path) -> list[str]:
 
 
 def leases(home: Home) -> list[int]:
-    """Jobs that hold devices by the store."""
+    """Jobs that have a lease in the store."""
     store = Store(home.database)
     try:
         return [lease.job for lease in store.leases(open_only=True)]
@@ -150,8 +152,8 @@ def leases(home: Home) -> list[int]:
         store.close()
 
 
-def left(home: Home, *, patience: float = 10.0) -> list[str]:
-    """What a cluster that was ended has left behind: nothing, or what it is. The kernel may need a moment."""
+def left(home: Home, *, patience: float = HANG) -> list[str]:
+    """What a cluster that has ended left behind. The kernel may need a moment to remove it."""
     end = time.monotonic() + patience
     while True:
         found = [f"process {pid}: {name}" for pid, name in processes(home.path).items()] + memory(home.path)
@@ -163,21 +165,24 @@ def left(home: Home, *, patience: float = 10.0) -> list[str]:
 # -- chaos --
 
 
+MOST_STRIKES = 3
+
+
 @dataclass
 class Killer:
-    """kill -9, now and then, of whatever a seeded generator chooses among what runs."""
+    """kill -9 of processes that a seeded generator chooses among those that run."""
 
     home: Home
     seed: int = 0
     most: int = 10**9
-    """Kills, after which it leaves the cluster alone."""
+    """Kills at most."""
     killed: dict[str, int] = field(default_factory=lambda: {"executor": 0, "aggregator": 0, "coordinator": 0})
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
-    def strike(self) -> str:
-        """Ends one process; its name, or "" if there was none of the kind that was chosen."""
+    def kill(self) -> str:
+        """Kills one process; its name, or "" if there was none of the chosen kind."""
         if sum(self.killed.values()) >= self.most:
             return ""
         kind = self._random.choice(("executor", "executor", "aggregator", "aggregator", "coordinator"))
@@ -207,7 +212,7 @@ class Killer:
         finally:
             connection.close()
         if not isinstance(first, Alive):
-            return []  # it is busy
+            return []  # the supervisor is busy
         return sorted((key, pid) for key, pid in first.processes.items() if key.startswith(kind))
 
 
@@ -222,13 +227,13 @@ def chaos_jobs(client: Client, count: int, *, steps: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Survived:
-    """What came of a run under kills."""
+    """The outcome of a run under kills."""
 
     killed: dict[str, int]
     states: dict[int, str]
     reasons: list[str]
     differ: list[int]
-    """Jobs whose curves are not the undisturbed ones."""
+    """Jobs whose losses are not those of the undisturbed run."""
     leases: list[int]
     left: list[str]
     seconds: float
@@ -236,7 +241,10 @@ class Survived:
 
 
 def chaos(count: int, *, steps: int, devices: int, every: float, seed: int, limit: float, most: int) -> Survived:
-    """The same jobs twice: undisturbed, and under a kill -9 every `every` seconds or so."""
+    """The same jobs twice: undisturbed, and with a kill -9 every `every` seconds on average.
+
+    No process is killed while a job has more than MOST_STRIKES strikes, or while no coordinator answers.
+    """
     with cluster(devices=devices, emulated=True) as client:
         began = time.monotonic()
         jobs = chaos_jobs(client, count, steps=steps)
@@ -248,15 +256,18 @@ def chaos(count: int, *, steps: int, devices: int, every: float, seed: int, limi
         home = Home(Path(folder))
         with cluster(home.path, devices=devices, emulated=True) as client:
             killer = Killer(home, seed, most)
-            pauses, glance = random.Random(seed + 1), Client(home.path, timeout=1.0)
+            pauses, glance = random.Random(seed + 1), Client(home.path, timeout=5.0)
             began = time.monotonic()
             jobs = chaos_jobs(client, count, steps=steps)
             while time.monotonic() - began < limit:
                 time.sleep(every * pauses.uniform(0.5, 1.5))
-                killer.strike()
-                with contextlib.suppress(Unreachable, Refused):  # a coordinator that is just starting is not waited for
-                    if not glance.status()["jobs"]:
+                with contextlib.suppress(Unreachable, RequestRefused):  # the next look comes soon
+                    shown = glance.status()["jobs"]
+                    if not shown:
                         break
+                    # Six kills without progress end a job: on a slow machine it gets time to make some.
+                    if all(job["strikes"] <= MOST_STRIKES for job in shown):
+                        killer.kill()
             ended = wait(client, jobs, limit=max(5.0, limit - (time.monotonic() - began)))
             took = time.monotonic() - began
         states = {job: str(e["state"]) for job, e in ended.items()}

@@ -20,12 +20,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fabric_cost
+import fabric_frr
+import fabric_loss
 from common import finish, parser
 from dovetail.core.errors import Error
-from dovetail.fabric import check, cost, emulate, frr, hooks, kernel, loss, routed, shapes, topology, training
-from dovetail.fabric.heartbeat import Heartbeat
-from dovetail.fabric.topology import Topology
+from dovetail.fabric import check, emulation, hooks, kernel
+from dovetail.fabric.disturbed import disturbed_run
+from dovetail.fabric.disturbed.disturbed_run import BreakableFabric
+from dovetail.fabric.heartbeat import HeartbeatSender
+from dovetail.fabric.routing import shapes
+from dovetail.fabric.routing.policy import compile_policy
+from dovetail.fabric.routing.topology import Topology
+from dovetail.fabric.routing.topology_file import load
 from fabric_report import AT_XDP, LARGE, OURS, SEGMENTED, Cell, checks, markdown, tables
+from fabric_routed import RouteController, routed
 
 ZOO = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "topologies"
 RATE = 20_000
@@ -38,26 +47,40 @@ def say(text: str) -> None:
 # What a failure costs
 
 
+@dataclasses.dataclass(frozen=True)
+class System:
+    """A running fabric of one kind, and what measuring it takes."""
+
+    fabric: BreakableFabric
+    walk_of: fabric_loss.Walk
+    settle: Callable[[], None]
+    """Brings it back to its first state after a link was healed."""
+
+
 @contextlib.contextmanager
-def _ours(hook: str = "") -> Iterator[tuple[loss.Runs, Callable[[], None]]]:
-    with emulate.temporary(shapes.fat_tree(4), hook=hook) as fabric:
-        yield fabric, lambda: fabric.plane.forget(fabric.topology)
+def _ours(hook: str = "") -> Iterator[System]:
+    with emulation.temporary(shapes.fat_tree(4), hook=hook) as fabric:
+
+        def walk_of(source: int, target: int, sport: int, dport: int) -> tuple[int, ...]:
+            return check.find_walk(fabric, source, target, flow=sport - 1024, port=dport)
+
+        yield System(fabric, walk_of, lambda: fabric.plane.forget(fabric.topology))
 
 
-def _ours_at_xdp() -> contextlib.AbstractContextManager[tuple[loss.Runs, Callable[[], None]]]:
+def _ours_at_xdp() -> contextlib.AbstractContextManager[System]:
     return _ours(hooks.XDP)
 
 
 @contextlib.contextmanager
-def _ecmp() -> Iterator[tuple[loss.Runs, Callable[[], None]]]:
-    with routed.routed(shapes.fat_tree(4)) as fabric:
-        yield fabric, fabric.restore
+def _ecmp() -> Iterator[System]:
+    with routed(shapes.fat_tree(4)) as fabric:
+        yield System(fabric, fabric.walk_of, fabric.restore)
 
 
 @contextlib.contextmanager
-def _controller() -> Iterator[tuple[loss.Runs, Callable[[], None]]]:
-    with routed.routed(shapes.fat_tree(4)) as fabric:
-        controller = routed.Controller(fabric, delay=0.05)
+def _controller() -> Iterator[System]:
+    with routed(shapes.fat_tree(4)) as fabric:
+        controller = RouteController(fabric, delay=0.05)
         controller.start()
 
         def settle() -> None:
@@ -65,15 +88,15 @@ def _controller() -> Iterator[tuple[loss.Runs, Callable[[], None]]]:
             fabric.restore()
 
         try:
-            yield fabric, settle
+            yield System(fabric, fabric.walk_of, settle)
         finally:
             controller.stop()
 
 
 @contextlib.contextmanager
-def _frr() -> Iterator[tuple[loss.Runs, Callable[[], None]]]:
-    with frr.frr(shapes.fat_tree(4)) as fabric:
-        yield fabric, lambda: frr.wait_for_routes(fabric, all_ways=20.0)
+def _frr() -> Iterator[System]:
+    with fabric_frr.frr(shapes.fat_tree(4)) as fabric:
+        yield System(fabric, fabric.walk_of, lambda: fabric_frr.wait_for_routes(fabric, all_ways=20.0))
 
 
 SYSTEMS = {
@@ -86,27 +109,28 @@ def failures(*, quick: bool) -> list[Cell]:
     cells = []
     turns = 1 if quick else 3
     for name, start in SYSTEMS.items():
-        if name.startswith("FRR") and frr.missing():
-            say(f"{name}: left out: {frr.missing()}")
+        if name.startswith("FRR") and fabric_frr.missing():
+            say(f"{name}: left out: {fabric_frr.missing()}")
             continue
         say(f"link failures: {name}")
-        with start() as (fabric, settle):
+        with start() as system:
             for turn in range(turns):
                 for position in range(4):
-                    cells.append(_one(name, fabric, settle, position, turn, how="down"))
+                    cells.append(_one(name, system, position, turn, how="down"))
     return cells
 
 
-def _one(name: str, fabric: loss.Runs, settle: Callable[[], None], position: int, turn: int, *, how: str) -> Cell:
+def _one(name: str, system: System, position: int, turn: int, *, how: str) -> Cell:
     for attempt in range(3):
         try:
-            got = loss.measure(
-                fabric, 0, 7, position, rate=RATE, seconds=1.2, sport=20_000 + 13 * turn + 101 * attempt, how=how,
-                end=turn % 2 if how == "down" else 0, settle=settle,
+            got = fabric_loss.measure(
+                system.fabric, system.walk_of, 0, 7, position, rate=RATE, seconds=1.2,
+                sport=20_000 + 13 * turn + 101 * attempt, how=how, end=turn % 2 if how == "down" else 0,
+                settle=system.settle,
             )  # fmt: skip
         except Error as e:
             say(f"{name}: {e}; once more")
-            settle()
+            system.settle()
             continue
         return {"part": "failure", "system": name, "how": how, **dataclasses.asdict(got)}
     raise Error(f"{name}: no measurement at position {position}")
@@ -116,18 +140,18 @@ def silent(*, quick: bool) -> list[Cell]:
     """The same with links that fail in silence, which take heartbeats or BFD and some time to detect."""
     cells = []
     for name in ("dovetail, heartbeat 3 × 10 ms", "dovetail, heartbeat 3 × 50 ms", "FRR OSPF+BFD 3 × 50 ms"):
-        if name.startswith("FRR") and (frr.missing() or quick):
+        if name.startswith("FRR") and (fabric_frr.missing() or quick):
             continue
         say(f"silent failures: {name}")
-        with (_frr if name.startswith("FRR") else _ours)() as (fabric, settle):
-            if isinstance(fabric, emulate.Fabric):
-                with Heartbeat(fabric, interval=0.05 if "50" in name else 0.01, misses=3):
+        with (_frr if name.startswith("FRR") else _ours)() as system:
+            if isinstance(system.fabric, emulation.Fabric):
+                with HeartbeatSender(system.fabric, interval=0.05 if "50" in name else 0.01, misses=3):
                     for position in (1, 2) if quick else range(4):
-                        cells.append(_one(name, fabric, settle, position, 0, how="silent"))
+                        cells.append(_one(name, system, position, 0, how="silent"))
                         time.sleep(0.2)
             else:
                 for position in range(4):
-                    cells.append(_one(name, fabric, settle, position, 0, how="silent"))
+                    cells.append(_one(name, system, position, 0, how="silent"))
     return cells
 
 
@@ -143,7 +167,7 @@ def fabrics() -> list[Topology]:
     ]
     if ZOO.exists():
         names = ("Abilene", "Nsfnet", "Internet2", "AttMpls", "Geant2012", "BtNorthAmerica", "Tinet")
-        made += [topology.load(ZOO / f"{name}.gml") for name in names if (ZOO / f"{name}.gml").exists()]
+        made += [load(ZOO / f"{name}.gml") for name in names if (ZOO / f"{name}.gml").exists()]
     else:
         say("no Topology Zoo files beside the checkout: random regular graphs in their place")
         made += [shapes.expander(n, 4, seed=n) for n in (12, 20, 30, 40)]
@@ -152,8 +176,6 @@ def fabrics() -> list[Topology]:
 
 def policies(plan: Topology, rng: random.Random) -> dict[str, Any]:
     """Every kind of clause at once, on hosts drawn by lot; drawn again until the compiler accepts it."""
-    from dovetail.fabric.policy import compile_policy
-
     hosts, switches = [h.name for h in plan.hosts], list(plan.switches)
     while True:
         inner = [s for s in switches if s not in {switches[h.switch] for h in plan.hosts}] or switches
@@ -186,7 +208,7 @@ def probes(*, quick: bool) -> list[Cell]:
     rng = random.Random(11)
     for plan in fabrics():
         say(f"probes: {plan.name}")
-        with emulate.temporary(plan, policies(plan, rng)) as fabric, check.Prober(fabric) as prober:
+        with emulation.temporary(plan, policies(plan, rng)) as fabric, check.Prober(fabric) as prober:
             for n in range(6):
                 for link in rng.sample(range(len(plan.links)), n):
                     fabric.fail(link, end=rng.randrange(2))
@@ -215,7 +237,8 @@ def costs(*, quick: bool) -> list[Cell]:
     for plan in plans if quick else [*plans[:1], shapes.fat_tree(6), *plans[1:2], shapes.fat_tree(8), *plans[2:]]:
         for waypoints in (0, 1, 3):
             say(f"cost: {plan.name}, {waypoints} waypoints")
-            got = cost.measure(plan, waypoints=waypoints, turns=3 if quick else 15, repeat=10_000 if quick else 20_000)
+            turns, repeat = (3, 10_000) if quick else (15, 20_000)
+            got = fabric_cost.measure(plan, waypoints=waypoints, turns=turns, repeat=repeat)
             cells.append({"part": "cost", **dataclasses.asdict(got), "ratio": got.ratio, "net_ratio": got.net_ratio})
     return cells
 
@@ -242,10 +265,17 @@ FREE = (Wire(1500), Wire(9000))
 QUICK = (Wire(1500, GBIT), Wire(1500))
 
 
-def _carrier(name: str, plan: Topology) -> contextlib.AbstractContextManager[loss.Runs]:
+def _carrier(name: str, plan: Topology) -> contextlib.AbstractContextManager[BreakableFabric]:
     if name in (OURS, AT_XDP):
-        return emulate.temporary(plan, hook=hooks.XDP if name == AT_XDP else "")
-    return routed.routed(plan, superframes=name == LARGE)
+        return emulation.temporary(plan, hook=hooks.XDP if name == AT_XDP else "")
+    return routed(plan, superframes=name == LARGE)
+
+
+def _all_reduce_rate(fabric: BreakableFabric, hosts: list[int], *, turns: int, floats: int = 1 << 22) -> float:
+    """Bytes per second of one all-reduce: payload over the median time."""
+    worker = [str(Path(__file__).with_name("fabric_all_reduce.py"))]
+    result = disturbed_run.run(fabric, hosts, iterations=turns, width=floats, worker=worker)
+    return 4 * floats / statistics.median(result.seconds[2:])
 
 
 def throughput(*, quick: bool) -> list[Cell]:
@@ -265,7 +295,7 @@ def throughput(*, quick: bool) -> list[Cell]:
                 for name, fabric in systems.items():
                     if turn < turns[name]:
                         say(f"all-reduce: MTU {w.mtu}, {w.rate * 8 / 1e9:g} Gbit/s, {name}, turn {turn + 1}")
-                        rate = training.all_reduce_rate(fabric, hosts, turns=8 if quick else 30)
+                        rate = _all_reduce_rate(fabric, hosts, turns=8 if quick else 30)
                         rates.setdefault(name, []).append(rate)
         for name, r in rates.items():
             cells.append(
@@ -280,23 +310,23 @@ def throughput(*, quick: bool) -> list[Cell]:
 def trained(*, quick: bool) -> list[Cell]:
     """The same training undisturbed and with eight failures, over ours and over FRR."""
     plan, hosts = shapes.fat_tree(4), [0, 7] if quick else [0, 3, 5, 7]
-    steps, count = (50, 6) if quick else (90, 8)
+    iterations, count = (50, 6) if quick else (90, 8)
     cells = []
-    events = training.disturbances(plan, steps=steps, failures=count, hosts=hosts)
+    events = disturbed_run.disturbances(plan, iterations=iterations, failures=count, hosts=hosts)
     for name, start in ((OURS, _ours), ("FRR OSPF+BFD", _frr)):
-        if name.startswith("FRR") and (quick or frr.missing()):
+        if name.startswith("FRR") and (quick or fabric_frr.missing()):
             continue
-        with start() as (fabric, settle):
+        with start() as system:
             say(f"training: {name}, undisturbed")
-            calm = training.run(fabric, hosts, steps=steps)
+            calm = disturbed_run.run(system.fabric, hosts, iterations=iterations)
             say(f"training: {name}, {count} failures")
-            rough = training.run(fabric, hosts, steps=steps, events=events)
-            settle()
+            rough = disturbed_run.run(system.fabric, hosts, iterations=iterations, events=events)
+            system.settle()
         cells.append(
             {
                 "part": "training", "system": name, "steps": len(rough.losses), "failures": count,
                 "same_losses": calm.losses == rough.losses, "median_step": rough.median, "stall": rough.stall,
-                "stall_undisturbed": calm.stall, "steps_200ms_late": rough.slow_steps,
+                "stall_undisturbed": calm.stall, "steps_200ms_late": rough.late_iterations,
                 "total": sum(rough.seconds), "total_undisturbed": sum(calm.seconds),
             }
         )  # fmt: skip
@@ -308,7 +338,7 @@ def size(*, quick: bool) -> list[Cell]:
     plan = shapes.expander(260, 4)
     say("size: 260 switches")
     begin = time.monotonic()
-    with emulate.temporary(plan) as fabric:
+    with emulation.temporary(plan) as fabric:
         built = time.monotonic() - begin
         for link in (1, 50, 99):
             fabric.fail(link)

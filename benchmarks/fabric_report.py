@@ -79,8 +79,8 @@ def checks(cells: list[Cell]) -> list[Check]:
         )  # fmt: skip
     for t in part(cells, "training", system=OURS):
         add(
-            "Links fail and heal during training; no step is lost, the loss curve equals the undisturbed one",
-            {"same losses": t["same_losses"], "steps ≥ 200 ms late": t["steps_200ms_late"]}, "the same",
+            "Links fail and heal during training; no iteration is lost, the loss curve equals the undisturbed one",
+            {"same losses": t["same_losses"], "iterations ≥ 200 ms late": t["steps_200ms_late"]}, "the same",
             t["same_losses"],
         )  # fmt: skip
     for s in part(cells, "size"):
@@ -117,8 +117,8 @@ def _all_reduce(cells: list[Cell]) -> Rows:
 
 
 def _training(cells: list[Cell]) -> Rows:
-    rows = [["system", "failures", "same losses", "median step, ms", "longest stall, ms (undisturbed)",
-             "steps 200 ms late", "whole run, s (undisturbed)"]]  # fmt: skip
+    rows = [["system", "failures", "same losses", "median iteration, ms", "longest stall, ms (undisturbed)",
+             "iterations 200 ms late", "whole run, s (undisturbed)"]]  # fmt: skip
     for c in part(cells, "training"):
         rows.append([
             c["system"], str(c["failures"]), "yes" if c["same_losses"] else "NO", f"{c['median_step'] * 1e3:.0f}",

@@ -67,8 +67,8 @@ def into(result: dict[str, Any], text: str) -> str:
         raise SystemExit(f"markers and tables differ: {', '.join(sorted(marked ^ set(tables)))}")
     for name, lines in tables.items():
         pattern = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)"
-        block = "\n".join(["", *lines, "", ""])
-        text, count = re.subn(pattern, lambda m, b=block: m[1] + b + m[2], text, flags=re.DOTALL)
+        block = "\n".join(["", *lines, "", ""]).replace("\\", r"\\")
+        text, count = re.subn(pattern, rf"\g<1>{block}\g<2>", text, flags=re.DOTALL)
         if count != 1:
             raise SystemExit(f"expected one pair of markers for {name!r}, found {count}")
     return text

@@ -22,7 +22,7 @@ from dovetail import measure
 from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, TableCost
 from dovetail.core.profile import Profile
-from dovetail.emulate.contest import DOVETAIL, Outcome, Setting, run
+from dovetail.emulate.contest import DOVETAIL, ContestOutcome, EmulatedCluster, run
 from dovetail.emulate.shaped_network import available
 from dovetail.planning.merge.exact import optimal, optimal_affine
 from dovetail.planning.merge.stream import Stream
@@ -74,9 +74,9 @@ def main() -> None:
             outcome = run(
                 scaled,
                 rivals,
-                Setting(ranks=RANKS, rate=RATE, latency=regime.latency),
+                EmulatedCluster(ranks=RANKS, rate=RATE, latency=regime.latency),
                 rounds=2 if args.quick else 4,
-                steps=2 if args.quick else 5,
+                iterations=2 if args.quick else 5,
                 tuning={"measure": 6, "steps": 2} if args.quick else {},
             )
             rows = cell_rows(model, regime, outcome)
@@ -94,7 +94,7 @@ def profile(name: str, spec: str) -> Profile:
     return result
 
 
-def cell_rows(model: str, regime: Regime, outcome: Outcome) -> list[dict[str, Any]]:
+def cell_rows(model: str, regime: Regime, outcome: ContestOutcome) -> list[dict[str, Any]]:
     fit = outcome.network.collectives["all_reduce"].fit
     return [
         {
@@ -119,7 +119,7 @@ def cell_rows(model: str, regime: Regime, outcome: Outcome) -> list[dict[str, An
     ]
 
 
-def show(model: str, regime: Regime, outcome: Outcome, rows: list[dict[str, Any]]) -> None:
+def show(model: str, regime: Regime, outcome: ContestOutcome, rows: list[dict[str, Any]]) -> None:
     latency = f", {regime.latency * 1e3:.0f} ms added to every all-reduce" if regime.latency else ""
     table = Table(
         title=f"{model}, {regime.name}: {RANKS} emulated devices, {RATE} links{latency}, "

@@ -36,7 +36,7 @@ from dovetail.emulate.launch import report
 from dovetail.emulate.layered import LayeredModel, blocks, layered
 from dovetail.train import agree
 from dovetail.train.data_parallel import ring
-from dovetail.train.data_parallel.halves import halves
+from dovetail.train.data_parallel.ring import halves
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 """What this rank has put on its wire, in its own namespace."""
@@ -153,7 +153,7 @@ def _turn(c: Contestant, spec: Spec) -> tuple[list[float], float]:
 
 def _merge(spec: Spec, network: Network, x: Tensor, default: Plan) -> Contestant:
     """What `dovetail.DistributedDataParallel(model)` keeps on its own."""
-    tuning = dovetail.Tuning(**spec.tuning)
+    tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
     model: Any = dovetail.DistributedDataParallel(layered(spec.profile), tuning=tuning)
     iterate = plain(model, x)
     return Contestant(iterate, lambda: None, _predicted(_tuned(model, iterate), default, spec.profile, network))
@@ -167,7 +167,8 @@ def _tuned(model: Any, iterate: Callable[[], None]) -> Plan | None:
         print(model.explain(), flush=True)
     group = dist.group.WORLD
     assert group is not None
-    return agree.from_first(model.report.plan, group, torch.device("cpu"))
+    plan: Plan | None = agree.from_first(model.report.plan, group, torch.device("cpu"))
+    return plan
 
 
 def _predicted(kept: Plan | None, default: Plan, profile: Profile, network: Network) -> Plan:
@@ -206,7 +207,7 @@ def two_lines(model: Any, x: Tensor) -> tuple[Callable[[], None], Callable[[], N
 
 def _overlap(spec: Spec, network: Network, x: Tensor) -> Contestant:
     """What the two lines keep on their own. The optimiser cannot be left out: parameters are sent for its sake."""
-    tuning = dovetail.Tuning(**spec.tuning)
+    tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
     model: Any = dovetail.DistributedDataParallel(layered(spec.profile), overlap="forward", tuning=tuning)
     iterate, drain = two_lines(model, x)
     kept = _tuned(model, iterate)
@@ -225,7 +226,7 @@ def _fsdp2(profile: Profile, x: Tensor) -> Contestant:
     for i, head in enumerate(heads):
         head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + PREFETCH])
     # On a processor there are no streams: without this every all-gather would be waited for where it starts.
-    model._set_unshard_async_op(True)
+    model._set_unshard_async_op(True)  # type: ignore[operator]
     return Contestant(plain(model, x), lambda: None, blocks=len(groups))
 
 
@@ -277,7 +278,7 @@ class _Transformer(nn.Module):
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         h = self.token(tokens) + self.place(torch.arange(length))
-        return self.head(self.blocks(h, mask=mask, is_causal=True))
+        return self.head(self.blocks(h, mask=mask, is_causal=True))  # type: ignore[no-any-return]
 
 
 def _library() -> Tensor:

@@ -32,7 +32,7 @@ from dovetail.train.partial.segments import Segments
 
 RANKS, RATE = 4, "2gbit"
 LAYER_BYTES = {"compute-bound": 2**18, "communication counts": 2**20}
-"""Of each of the emulated device's eight layers, whose times are the same in both regimes."""
+"""Bytes of each of the emulated device's eight layers, whose times are the same in both regimes."""
 
 
 def main() -> None:

@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dovetail.planning.depth import guard as guarding
-from dovetail.planning.depth.anneal import Rate, fewest_at
+from dovetail.planning.depth.guard import RelativeRate, fewest
 from dovetail.planning.depth.segmentation import partition
 from dovetail.planning.depth.shares import balance
 from partial_tasks import WORKERS, Task
 
-LADDER = (1, 2, 3, 4)
-FULL = (4, 4, 4, 4)
+LADDER: tuple[int, ...] = (1, 2, 3, 4)
+FULL: tuple[int, ...] = (4, 4, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Contestant:
     steps: float = 1.0
     """Times the task's steps; the learning rate's schedule stretches with them."""
     workers: tuple[tuple[float, int], ...] = ((0.0, WORKERS),)
-    """(from this share of the steps on, so many workers)."""
+    """Numbers of workers: (share of the steps from which on, workers)."""
     epsilon: float | None = None
     """The guard's bound; None for no guard."""
     rule: str = "progress"
@@ -78,7 +78,7 @@ class Oracle:
         ends = partition(flops, segments)
         self.starts = [0, *ends[:-1]]
         self.shares = [sum(flops[a:b]) / sum(flops) for a, b in pairwise([0, *ends])]
-        """Of the whole work, by segment."""
+        """Share of the whole work, by segment."""
         self.parameters = [[p for b in net[a:e] for p in b.parameters()] for a, e in pairwise([0, *ends])]
         self.mixes_samples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
 
@@ -99,15 +99,15 @@ class Oracle:
         reach = torch.repeat_interleave(torch.tensor(depths), torch.tensor(batches))
         for i, block in enumerate(self.net):
             if i and i in self.starts:
-                keep = reach > count - self.starts.index(i)  # those who go on into the segment before
+                keep = reach > count - self.starts.index(i)  # samples of workers that go on into the segment before
                 if not bool(keep.all()):
-                    x = Mask.apply(x, keep.to(x.dtype))
+                    x = Mask.apply(x, keep.to(x.dtype))  # type: ignore[no-untyped-call]
             x = block(x)
         loss_of(x, y).backward()
         for s, parameters in enumerate(self.parameters):
             have = int((reach >= count - s).sum())
             if have < total:
-                torch._foreach_mul_([p.grad for p in parameters], total / have)
+                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], total / have)
 
     def in_turn(
         self,
@@ -188,7 +188,7 @@ def depths_of(counts: Sequence[int], workers: int) -> list[int]:
 
 
 def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
-    """One run; `work` is in full runs of the task, `held` as well but with everybody waiting for the slowest."""
+    """One run. `work` is in full runs of the task; `held` too, but with all workers waiting for the slowest."""
     began = time.process_time()
     torch.manual_seed(seed)
     net = task.build()
@@ -202,7 +202,7 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
     if contestant.epsilon is not None:
         options = guarding.Guard(epsilon=contestant.epsilon, annealed=contestant.rule == "annealed")
     running: list[guarding.Moments] = []
-    falling_rate = Rate()
+    falling_rate = RelativeRate()
     seen, counts, had_metric = 0, FULL, False
     work = held = 0.0
     curve: list[tuple[int, float, float, float]] = []
@@ -228,14 +228,14 @@ def train(task: Task, contestant: Contestant, seed: int) -> dict[str, Any]:
             assert options is not None
             metric = adam_metric(optimiser, oracle.parameters) if contestant.metric == "optimiser" else None
             found = oracle.in_turn(x, y, depths, batches, metric, measure=True)
-            if (metric is not None) != had_metric:  # the units have changed: what was measured before does not count
+            if (metric is not None) != had_metric:  # norms in two metrics cannot be compared
                 running, had_metric = [], metric is not None
-            before = running or [None] * len(found)
+            before: list[guarding.Moments | None] = [*running] if running else [None] * len(found)
             running = [guarding.smoothed(a, b, options.smoothing) for a, b in zip(before, found, strict=True)]
             seen += 1
             if seen >= options.patience and late:
                 annealed = contestant.rule == "annealed"
-                rate_counts = fewest_at(running, batches, epsilon=options.epsilon, rate=falling) if annealed else None
+                rate_counts = fewest(running, batches, epsilon=options.epsilon, rate=falling) if annealed else None
                 decision = guarding.decide(
                     options,
                     running,

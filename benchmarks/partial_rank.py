@@ -1,7 +1,7 @@
 """One rank of partial.py: contestants take turns on emulated devices, real gradients cross links of limited rate.
 
-A layer of the emulated device waits for its forward and backward time, which grow with the batch. Autograd itself
-leaves out the backward of what a worker does not reach, as it would with real layers.
+A layer of the emulated device sleeps for its forward and backward time, which grow with the batch. Autograd itself
+leaves out the backward passes of layers that a worker does not reach, as it would with real ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def made_profile(layer_bytes: int) -> Profile:
 
 
 class Wait(torch.autograd.Function):
-    """Takes a layer's time in both directions; its gradient is the weight itself, scaled: real bytes, one pass."""
+    """Takes a layer's time in both directions; its gradient is the weight itself, scaled, so that real bytes travel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -77,7 +77,8 @@ class Slow(nn.Module):
         self.weight = nn.Parameter(torch.rand(nbytes // 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Wait.apply(x, self.weight)
+        result: Tensor = Wait.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return result
 
 
 class Emulated(nn.Module):

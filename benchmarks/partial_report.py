@@ -18,7 +18,7 @@ GUARD, PLAIN = "annealed guard ε=0.03", "guard"
 """The library's default guard, and the one whose bound does not follow the learning rate (ε = 0.2)."""
 
 TWICE = "full, twice the steps"
-"""Tells how far from its plateau full backpropagation ends; no contestant."""
+"""Shows how far from its plateau full backpropagation ends; it is not a contestant."""
 
 Runs = list[dict[str, Any]]
 
@@ -40,9 +40,10 @@ class Row:
         return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
     def above(self, other: Row, field: str = "loss") -> np.ndarray:
-        """Seed by seed: the same seed starts from the same weights."""
+        """Differences seed by seed: the same seed starts from the same weights."""
         shared = sorted(set(self.runs) & set(other.runs))
-        return self.values(field, shared) - other.values(field, shared)
+        differences: np.ndarray = self.values(field, shared) - other.values(field, shared)
+        return differences
 
 
 def rows(runs: Runs, task: str) -> dict[str, Row]:
@@ -261,7 +262,7 @@ def plot(runs: Runs, path: Path) -> None:
 
 
 def _name(axis: Any, shown: list[Row]) -> None:
-    """Names beside the points, inside the picture; those that would stand on each other move up."""
+    """Writes names beside the points, inside the picture; names that would overlap move up."""
     low, high = axis.get_ylim()
     placed: list[tuple[bool, float, float]] = []
     for row in sorted(shown, key=lambda r: r.mean("loss")):

@@ -1,4 +1,4 @@
-"""The learning tasks of the quality study: real data, small models as lists of blocks, one core, minutes."""
+"""The learning tasks of the quality study: real data, and small models as lists of blocks that train in minutes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Task:
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     batch: int
-    """Per worker; there are four."""
+    """Samples of each of the four workers."""
     steps: int
     optimiser: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     clip: float | None = None
     window: int = 0
-    """Of a text: characters per sample; `train` then holds one long text twice."""
+    """Characters per sample of a text; `train` then holds one long text twice. 0 for other data."""
 
     def sample(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         inputs, targets = self.train
@@ -82,7 +82,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, length, width)
         x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class Embedding(nn.Module):
@@ -92,7 +93,8 @@ class Embedding(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tokens(x) + self.positions[: x.shape[1]]
+        result: Tensor = self.tokens(x) + self.positions[: x.shape[1]]
+        return result
 
 
 def _resnet(width: int, blocks: int, stride: int, norm: Callable[[int], nn.Module]) -> nn.ModuleList:
@@ -162,26 +164,26 @@ def fashion() -> Task:
 
 @cache
 def short() -> Task:
-    """The same with half the steps, short of its plateau."""
+    """Fashion-MNIST with half the steps, so that it ends before its plateau."""
     return replace(fashion(), name="short", steps=2000)
 
 
 @cache
 def text() -> Task:
-    """Little text and a small model, so that minutes lead to a plateau."""
+    """Little text and a small model, which reaches its plateau within minutes."""
     return _characters("text", width=16, heads=2, length=32, every=71, windows=2000, steps=6400, rate=6e-3)
 
 
 @cache
 def early() -> Task:
-    """All of the text and a larger model: the steps are the beginning of a training, far from any plateau."""
+    """All of the text and a larger model, stopped early in its training, far from any plateau."""
     return _characters("early", width=32, heads=4, length=48, every=1, windows=512, steps=800, rate=3e-3)
 
 
 def _characters(
     name: str, *, width: int, heads: int, length: int, every: int, windows: int, steps: int, rate: float
 ) -> Task:
-    """Character by character through Python's own library, one of `every` pieces; every twelfth file is for testing."""
+    """Next characters in Python's standard library: one of `every` pieces; every twelfth file is for testing."""
     depth, piece = 4, 2000
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [f.read_text(encoding="utf-8", errors="ignore") for f in files]
@@ -232,7 +234,7 @@ def _idx(folder: Path, name: str, header: int) -> np.ndarray:
 
 
 def _fashion_folder() -> Path:
-    """Where Debian's package has put the images, or a folder of ours into which the package is unpacked once."""
+    """The folder of Debian's package with the images, or our cache, into which the package is unpacked once."""
     package = "dataset-fashion-mnist"
     installed = Path("/usr/share/datasets/fashion-mnist")
     if installed.is_dir():

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.core.job import Job, Phase, ladder
+from dovetail.core.job import Job, JobPhase, ladder
 from dovetail.planning.sharing.policies import policy
 from dovetail.planning.sharing.priority import Standing
 from dovetail.simulate.cluster import EXACT
@@ -30,7 +30,7 @@ RELEASE = -1
 
 
 def group_jobs(iterations: int) -> list[Job]:
-    phase = Phase(iterations=iterations, workers=WIDTH, depths=ladder(WIDTH))
+    phase = JobPhase(iterations=iterations, workers=WIDTH, depths=ladder(WIDTH))
     return [Job(name=str(i), phases=(phase,), forward=f, backward=b, off_device=s) for i, (f, b, s) in enumerate(TIMES)]
 
 

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.pack import ClusterSize
 from dovetail.simulate.cluster import report, simulate
 from dovetail.simulate.cluster.study import contenders
 from dovetail.simulate.traces import read_trace
@@ -67,7 +67,7 @@ def one(name: str, devices: int, who: str) -> None:
     trace = read_trace(DATA / name)
     read = time.perf_counter() - began
     (c,) = contenders(who)
-    r = report(simulate([j.with_depths(c.depths) for j in trace.jobs], Cluster(devices=devices), c.policy))
+    r = report(simulate([j.with_depths(c.depths) for j in trace.jobs], ClusterSize(devices=devices), c.policy))
     found = {
         "trace": name,
         "devices": devices,

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.core.job import Job, Phase, ladder
-from dovetail.planning.sharing.pack import Cluster
+from dovetail.core.job import Job, JobPhase, ladder
+from dovetail.planning.sharing.pack import ClusterSize
 from dovetail.planning.sharing.policies import policy
-from dovetail.simulate.cluster import EXACT, Costs, Outcome, bounds, capacity, report, simulate
-from dovetail.simulate.cluster.bounds import saturated_bound
+from dovetail.simulate.cluster import EXACT, ClusterOutcome, Overheads, capacity, lower_bounds, report, simulate
+from dovetail.simulate.cluster.report import saturated_bound
 from dovetail.simulate.cluster.run import Level
 from dovetail.simulate.cluster.study import Contender, contenders, study
 from schedule_runs import on_all_cores
@@ -43,7 +43,7 @@ def mix(models: Sequence[str], seed: int, *, count: int = 60, devices: int = 32,
         job = Job(
             name=f"{name} {i}",
             arrival=now,
-            phases=(Phase(iterations=int(seconds / (device + off)) + 5, workers=workers),),
+            phases=(JobPhase(iterations=int(seconds / (device + off)) + 5, workers=workers),),
             forward=device / 3,
             backward=device * 2 / 3,
             off_device=off,
@@ -61,32 +61,34 @@ def closed_forms() -> float:
     worst = 0.0
     for k in (1, 2, 3, 4, 8, 16):
         for f, b in ((1.0, 2.0), (3.0, 1.0), (0.25, 0.7)):
-            one = Cluster(devices=k, node=k)
+            one = ClusterSize(devices=k, node=k)
             pair = [
-                Job(name=n, phases=(Phase(iterations=1, workers=k, depths=ladder(k)),), forward=f, backward=b)
+                Job(name=n, phases=(JobPhase(iterations=1, workers=k, depths=ladder(k)),), forward=f, backward=b)
                 for n in "ab"
             ]
-            got = simulate(pair, one, policy("jigsaw"), level="task", costs=EXACT).makespan
+            got = simulate(pair, one, policy("jigsaw"), level="task", overheads=EXACT).makespan
             worst = max(worst, abs(got / (2 * f + b * (k + 1) / k) - 1))
-            job = Job(name="j", phases=(Phase(iterations=7, workers=k),), forward=f, backward=b, off_device=0.3)
-            got = simulate([job], one, policy("gang-fifo"), level="task", costs=EXACT).makespan
+            job = Job(name="j", phases=(JobPhase(iterations=7, workers=k),), forward=f, backward=b, off_device=0.3)
+            got = simulate([job], one, policy("gang-fifo"), level="task", overheads=EXACT).makespan
             worst = max(worst, abs(got / (7 * (f + b + 0.3)) - 1))
     for p, s in ((1.0, 0.4), (1.0, 1.0), (1.0, 1.7), (2.0, 5.0)):
         n = 40
-        pair = [Job(name=x, phases=(Phase(iterations=n, workers=1),), forward=p, off_device=s) for x in "ab"]
-        got = simulate(pair, Cluster(devices=1), policy("jigsaw", duty_cap=9), level="task", costs=EXACT).makespan
+        pair = [Job(name=x, phases=(JobPhase(iterations=n, workers=1),), forward=p, off_device=s) for x in "ab"]
+        got = simulate(
+            pair, ClusterSize(devices=1), policy("jigsaw", duty_cap=9), level="task", overheads=EXACT
+        ).makespan
         # Hidden: the device alternates without a pause. Not hidden: each job at its own pace, the second p later.
         expected = 2 * n * p + s if s <= p else n * (p + s) + p
         worst = max(worst, abs(got / expected - 1))
     return worst  # fmt: skip
 
 
-SATURATED: dict[str, tuple[str, float | None, Costs]] = {
+SATURATED: dict[str, tuple[str, float | None, Overheads]] = {
     # Which policy, another duty cap than its own, and what the machines add.
-    "jigsaw": ("jigsaw", None, Costs(jitter=0.03, switch=0.0)),
-    "jigsaw, jitter 4 %, switch 2 ms": ("jigsaw", None, Costs(jitter=0.04, switch=0.002)),
-    "jigsaw, duty cap 2": ("jigsaw", 2.0, Costs(jitter=0.03, switch=0.0)),
-    "jigsaw-las, duty cap 9": ("jigsaw-las", 9.0, Costs(jitter=0.03, switch=0.0)),
+    "jigsaw": ("jigsaw", None, Overheads(jitter=0.03, switch=0.0)),
+    "jigsaw, jitter 4 %, switch 2 ms": ("jigsaw", None, Overheads(jitter=0.04, switch=0.002)),
+    "jigsaw, duty cap 2": ("jigsaw", 2.0, Overheads(jitter=0.03, switch=0.0)),
+    "jigsaw-las, duty cap 9": ("jigsaw-las", 9.0, Overheads(jitter=0.03, switch=0.0)),
 }
 
 
@@ -100,16 +102,16 @@ def saturated(iterations: int) -> list[dict[str, Any]]:
     for k in (2, 4, 8):
         for b in (1.0, 2.0):
             for off in (0.0, 0.15, 0.3):
-                phase = Phase(iterations=iterations, workers=k, depths=ladder(k))
+                phase = JobPhase(iterations=iterations, workers=k, depths=ladder(k))
                 f = 0.1
                 jobs = [
                     Job(name=str(i), phases=(phase,), forward=f, backward=b * f, off_device=off * f * (1 + b))
                     for i in range(8 * 16 // k)
                 ]
                 limit = saturated_bound(jobs[0])
-                for label, (name, cap, costs) in SATURATED.items():
+                for label, (name, cap, overheads) in SATURATED.items():
                     chosen = policy(name, duty_cap=cap)
-                    r = report(simulate(jobs, Cluster(devices=16), chosen, level="task", costs=costs))
+                    r = report(simulate(jobs, ClusterSize(devices=16), chosen, level="task", overheads=overheads))
                     batch = sum(j.gang_work for j in jobs) / (16 * r.makespan)
                     cells.append(
                         {
@@ -139,11 +141,11 @@ def mixed(item: tuple[str, int, str]) -> dict[str, tuple[float, ...]]:
     kind, seed, who = item
     models, load = KINDS[kind]
     jobs = mix(models, seed, load=load)
-    base, rows = None, {}
+    base, rows = None, dict[str, tuple[float, ...]]()
     two = Contender(replace(policy("jigsaw", duty_cap=2.0), name="jigsaw (duty cap 2)"), "ladder")
     for c in [*contenders(who), two]:
         batch = [j.with_depths(c.depths) for j in jobs]
-        r = report(simulate(batch, Cluster(devices=32), c.policy, level="task", costs=Costs(seed=seed)))
+        r = report(simulate(batch, ClusterSize(devices=32), c.policy, level="task", overheads=Overheads(seed=seed)))
         base = base or r
         rows[c.name] = (
             r.makespan / base.makespan,
@@ -151,7 +153,7 @@ def mixed(item: tuple[str, int, str]) -> dict[str, tuple[float, ...]]:
             r.all.mean / base.all.mean,
             r.all.p99 / base.all.p99,
             r.busy,
-            bounds(batch, 32).makespan / r.makespan,
+            lower_bounds(batch, 32).makespan / r.makespan,
         )
     return rows
 
@@ -164,9 +166,7 @@ def mixes(seeds: int, who: str) -> list[dict[str, Any]]:
         for name in mine[0]:
             cell: dict[str, Any] = {"workload": kind, "policy": name, "seeds": seeds}
             columns = zip(*(rows[name] for rows in mine), strict=True)
-            for label, values in zip(
-                ("makespan", "throughput", "mean", "p99", "busy", "of bound"), columns, strict=True
-            ):
+            for label, values in zip(RATIOS, columns, strict=True):
                 cell[label] = {"mean": float(np.mean(values)), "low": min(values), "high": max(values)}
             cells.append(cell)
     return cells
@@ -183,9 +183,9 @@ def compared(item: tuple[str, int, float]) -> dict[str, Any]:
     name, seed, load = item
     (c,) = contenders(name)
     jobs = [j.with_depths(c.depths) for j in mix(DEVICE_BOUND, seed, load=load)]
-    seeds = [Costs(seed=seed + 1000 * draw) for draw in range(DRAWS)]
+    seeds = [Overheads(seed=seed + 1000 * draw) for draw in range(DRAWS)]
     tasks, fluid = (
-        [simulate(jobs, Cluster(devices=32), c.policy, level=level, costs=costs) for costs in seeds] for level in BOTH
+        [simulate(jobs, ClusterSize(devices=32), c.policy, level=level, overheads=o) for o in seeds] for level in BOTH
     )
     cell: dict[str, Any] = {"policy": name, "seed": seed, "load": load}
     for label, of in (("makespan", lambda o: o.makespan), ("completion", _completion)):
@@ -205,13 +205,13 @@ def agreement(seeds: int) -> list[dict[str, Any]]:
     )
 
 
-def _completion(o: Outcome) -> float:
+def _completion(o: ClusterOutcome) -> float:
     return float((o.finish - np.array([j.arrival for j in o.jobs])).mean())
 
 
 def carried(item: tuple[str, int]) -> float:
     (c,) = contenders(item[0])
-    return capacity(mix(DEVICE_BOUND, 0), Cluster(devices=32), c.policy, depths=c.depths, seed=item[1]).load
+    return capacity(mix(DEVICE_BOUND, 0), ClusterSize(devices=32), c.policy, depths=c.depths, seed=item[1]).load
 
 
 def capacities(seeds: int) -> list[dict[str, Any]]:
@@ -232,5 +232,7 @@ def curves(path: Path) -> None:
     jobs = mix(DEVICE_BOUND, 0, load=0.9)
     who = contenders(f"{BASE},gang-srsf,jigsaw,jigsaw:ladder,jigsaw-srpt:ladder")
     loads = [0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3]
-    cells = study(jobs, Cluster(devices=32), who, loads=loads, samples=2, count=240, level="fluid", window=(0.2, 0.8))
+    cells = study(
+        jobs, ClusterSize(devices=32), who, loads=loads, samples=2, count=240, level="fluid", window=(0.2, 0.8)
+    )
     curves_png(cells, path, title="device-bound mix, 32 devices, two samples of 240 jobs")

@@ -29,7 +29,7 @@ def main():
     if path:
         plan = dovetail.read(path, dovetail.Plan)
     else:
-        profile = dovetail.measure.profiler(model, data[:64][0])
+        profile = dovetail.measure.profile(model, data[:64][0])
         plan = dovetail.plan(profile, dovetail.measure.preset("10gbe-2"))
 
     plan.apply(accelerator)

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: `plan.apply(trainer)` before `train`. A small GPT-2 learns to spell Python's own library.
+"""The Hugging Face Trainer: `plan.apply(trainer)` before `train`. A small GPT-2 learns Python's own source code.
 
 torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py [--plan plan.json]
 """
@@ -17,7 +17,7 @@ CONTEXT = 64  # bytes
 
 
 def text():
-    """Windows of bytes out of a source file that every Python has."""
+    """Windows of bytes from a source file of the standard library."""
     source = torch.tensor(list(Path(argparse.__file__).read_bytes()))
     windows = source[: len(source) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     return [{"input_ids": window, "labels": window} for window in windows]
@@ -42,14 +42,14 @@ def main():
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            ddp_find_unused_parameters=False,  # GPT-2 uses all it has; a plan needs torch to know
+            ddp_find_unused_parameters=False,  # GPT-2 uses all its parameters, and a plan needs torch to rely on it
         )
         trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
         if path:
             plan = dovetail.read(path, dovetail.Plan)
         else:
             batch = {key: torch.stack([sample[key] for sample in data[:8]]) for key in data[0]}
-            profile = dovetail.measure.profiler(trainer.model, batch)
+            profile = dovetail.measure.profile(trainer.model, batch)
             plan = dovetail.plan(profile, dovetail.measure.preset("10gbe-2"))
 
         plan.apply(trainer)

@@ -48,7 +48,7 @@ def main():
     parser.add_argument("--plan", help="a plan that `dovetail plan` wrote for this model")
     path = parser.parse_args().plan
 
-    dist.init_process_group("gloo")  # Lightning uses what is there
+    dist.init_process_group("gloo")  # Lightning uses the group that exists
     lightning.seed_everything(0, verbose=False)
     pixels, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
@@ -56,7 +56,7 @@ def main():
     if path:
         plan = dovetail.read(path, dovetail.Plan)
     else:
-        profile = dovetail.measure.profiler(model, data[:64][0])
+        profile = dovetail.measure.profile(model, data[:64][0])
         plan = agree(dovetail.plan(profile, dovetail.measure.preset("10gbe-2")))  # every rank measured: take rank 0's
 
     quiet = {

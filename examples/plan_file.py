@@ -33,7 +33,7 @@ def main():
     if path:
         plan = dovetail.read(path, dovetail.Plan)
     else:
-        profile = dovetail.measure.profiler(model, data[:64][0])
+        profile = dovetail.measure.profile(model, data[:64][0])
         plan = agree(dovetail.plan(profile, dovetail.measure.preset("10gbe-2")))  # every rank measured: take rank 0's
 
     model = DDP(model, **plan.ddp_kwargs())

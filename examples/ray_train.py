@@ -53,7 +53,7 @@ def main():
     if path:
         plan = dovetail.read(path, dovetail.Plan)
     else:
-        profile = dovetail.measure.profiler(net(), digits()[:64][0])
+        profile = dovetail.measure.profile(net(), digits()[:64][0])
         plan = dovetail.plan(profile, dovetail.measure.preset("10gbe-2"))
 
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)

@@ -92,7 +92,7 @@ def ray_folder() -> Iterator[Path]:
 def need(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install 'dovetail[examples]'")
+            pytest.skip(f"{package} is not installed: pip install 'dovetail-train[examples]'")
 
 
 def finish(command: list[str], environment: dict[str, str] | None = None) -> str:

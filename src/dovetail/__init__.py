@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .train.data_parallel.trials import Tuning
     from .train.partial.module import PartialBackprop
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _WHERE = {
     "Burst": "train.burst.module",

@@ -1,40 +1,77 @@
-"""Modules that the documentation once named and that have moved: their old names lead to the new ones, with a warning.
+"""Names that the documentation once gave and that have moved: the old ones lead to the new ones, with a warning.
 
-A finder behind Python's own is asked only for what nobody else knows, so it costs nothing until an old name is imported.
+A finder behind Python's own is asked only for what nobody else knows: it costs nothing until an old name is imported.
+Entries stay for two minor versions (the deprecation policy in CONTRIBUTING.md); these came with 0.2 and go with 0.4.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-MOVED = {
+MODULES = {
     "dovetail.core.burst": "dovetail.core.burst_plan",
     "dovetail.core.store": "dovetail.core.files",
     "dovetail.planning.burst_cost": "dovetail.planning.burst.cost",
+    "dovetail.planning.straggler": "dovetail.planning.depth.straggler",
     "dovetail.simulate.channel": "dovetail.emulate.channel",
     "dovetail.simulate.device": "dovetail.emulate.device",
     "dovetail.simulate.launch": "dovetail.emulate.launch",
     "dovetail.simulate.shaped": "dovetail.emulate.shaped_network",
+    "dovetail.train.burst_measure": "dovetail.train.burst.measurement",
+    "dovetail.train.segments": "dovetail.train.partial.segments",
 }
-"""Old name → new name. To be removed with version 0.3 (see the deprecation policy in CONTRIBUTING.md)."""
+"""Old module → the same module under its new name."""
+
+NAMES = {
+    "dovetail.planning.burst": {"BurstPlanner": "dovetail.planning.burst.planner"},
+    "dovetail.planning.depth": {"plan": "dovetail.planning.depth.planner"},
+}
+"""Package that was a module → the names it had, and the module of each today."""
 
 
-class _Finder(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in MOVED else None
+def attribute(package: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package in NAMES."""
+
+    def moved(name: str) -> Any:
+        if name not in NAMES[package]:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        new = NAMES[package][name]
+        _warn(f"{package}.{name}", new, stacklevel=3)
+        return getattr(import_module(new), name)
+
+    return moved
+
+
+class _Alias(Loader):
+    """Gives an old module name the module that has taken its place."""
+
+    def __init__(self, old: str) -> None:
+        self.old = old
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return import_module(MOVED[spec.name])
+        module = import_module(MODULES[self.old])
+        self.spec = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        old = next(name for name, new in MOVED.items() if new == module.__name__)
-        warnings.warn(f"{old} has moved: import {module.__name__} instead", DeprecationWarning, stacklevel=2)
+        module.__spec__ = self.spec  # importing it under the old name has put the old one's there
+        _warn(self.old, module.__name__, stacklevel=2)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, _Alias(name)) if name in MODULES else None
+
+
+def _warn(old: str, new: str, *, stacklevel: int) -> None:
+    warnings.warn(f"{old} has moved: import {new} instead", DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 def install() -> None:

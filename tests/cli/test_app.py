@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import dovetail
 from dovetail.cli.inputs import counts
 from dovetail.core import files
 from dovetail.core.network import Network
@@ -55,9 +56,7 @@ def test_help_lists_every_command_and_loads_no_heavy_package() -> None:
 
 
 def test_the_version_is_the_packages() -> None:
-    from importlib.metadata import version
-
-    assert run("--version").stdout == f"dovetail {version('dovetail')}\n"
+    assert run("--version").stdout == f"dovetail {dovetail.__version__}\n"
 
 
 @pytest.mark.parametrize(

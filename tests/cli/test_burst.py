@@ -58,7 +58,16 @@ def test_a_model_with_even_layers_is_told_not_to_burst(folder: Path) -> None:
 
 
 def test_burst_as_json_is_nothing_but_json_and_keeps_the_limit(folder: Path) -> None:
-    arguments = ["plan", folder / "job.json", "10gbe-4", "--burst", "--batch", "16", "--amplification", "1.2"]
+    arguments: list[str | Path] = [
+        "plan",
+        folder / "job.json",
+        "10gbe-4",
+        "--burst",
+        "--batch",
+        "16",
+        "--amplification",
+        "1.2",
+    ]
     done = run(*arguments, "-o", folder / "p.json", "--json")
     assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""A run that the simulator made up, written down as the cluster writes its own, is predicted as it was."""
+"""A simulated run, recorded in the cluster's own format, is predicted as it was."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from dovetail.cli.replay import replay as run
 from dovetail.cluster.coordinator.job_store import Store
-from dovetail.cluster.executor.recorder import Clock, Held, Ran, lines
+from dovetail.cluster.executor.recorder import ClockLine, LeaseLine, TaskLine, lines
 from dovetail.cluster.home import Home, Settings
 from dovetail.cluster.job.submission import Submission
 from dovetail.cluster.replay import folded, play, read, replay
 from dovetail.cluster.transport.messages import Described
 from dovetail.core.errors import Error
-from dovetail.core.job import Job, Phase, TaskRun, ladder
-from dovetail.planning.sharing.pack import Cluster
+from dovetail.core.job import Job, JobPhase, TaskRun, ladder
+from dovetail.planning.sharing.pack import ClusterSize
 from dovetail.planning.sharing.policies import policy
 from dovetail.simulate.cluster import EXACT, simulate
 
-EPOCH = 1_700_000_000.0
-"""Of the calendar's clock, when the first job arrives."""
+ARRIVAL = 1_700_000_000.0
+"""time.time() when the first job arrives."""
 SHIFT = 5000.0
-"""What the machine's own clock shows then."""
+"""time.monotonic() of the machine at that time."""
 DEVICES = 4
 
 
@@ -36,7 +36,7 @@ def jobs() -> list[Job]:
         Job(
             name=f"job {i}",
             arrival=0.1 * i,
-            phases=(Phase(iterations=n, workers=k, depths=ladder(k) if i % 2 else ()),),
+            phases=(JobPhase(iterations=n, workers=k, depths=ladder(k) if i % 2 else ()),),
             forward=f,
             backward=b,
             off_device=s,
@@ -48,8 +48,8 @@ def jobs() -> list[Job]:
 
 
 def recorded(folder: Path, made: list[Job], name: str) -> float:
-    """Writes store, settings and spans of a run that went exactly as simulated; its makespan."""
-    outcome = simulate(made, Cluster(devices=DEVICES), policy(name), level="task", costs=EXACT, record=True)
+    """Writes store, settings and spans of a run that went exactly as simulated. Returns its makespan."""
+    outcome = simulate(made, ClusterSize(devices=DEVICES), policy(name), level="task", overheads=EXACT, record=True)
     home = Home(folder)
     home.create()
     home.write_settings(Settings(devices=DEVICES, emulated=True, policy=name))
@@ -63,17 +63,19 @@ def recorded(folder: Path, made: list[Job], name: str) -> float:
         store.move(row.id, "finished")
         described = Described(
             job=str(row.id),
-            epoch=1,
+            attempt=1,
             workers=job.workers,
             iterations=job.iterations,
             off_device=job.off_device,
             persistent_bytes=job.persistent_bytes,
             ephemeral_bytes=job.ephemeral_bytes,
         )
-        times = {"submitted": EPOCH + job.arrival, "ended": EPOCH + finish[job.name]}
+        times = {"submitted": ARRIVAL + job.arrival, "ended": ARRIVAL + finish[job.name]}
         store.note({row.id: {**times, "described": msgspec.json.encode(described).decode()}})
     store.close()
-    written: list[Clock | Ran | Held] = [Clock(device=0, node="a", boot="1", offset=EPOCH - SHIFT, emulated=True)]
+    written: list[ClockLine | TaskLine | LeaseLine] = [
+        ClockLine(device=0, node="a", boot="1", offset=ARRIVAL - SHIFT, emulated=True)
+    ]
     released = {(j.name, 0): j.arrival for j in made}
     last: dict[tuple[str, int], float] = {}
     for t in outcome.tasks:
@@ -88,9 +90,9 @@ def recorded(folder: Path, made: list[Job], name: str) -> float:
     return outcome.makespan
 
 
-def ran(task: TaskRun, number: int, released: float, free: float) -> Ran:
+def ran(task: TaskRun, number: int, released: float, free: float) -> TaskLine:
     ready = max(released, free)
-    return Ran(
+    return TaskLine(
         job=str(number),
         iteration=task.iteration,
         worker=task.worker,
@@ -119,7 +121,7 @@ def test_a_run_is_predicted_as_it_was(tmp_path: Path, name: str) -> None:
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=1, max_size=20), st.integers(1, 8))
-def test_workers_beyond_the_devices_are_folded_without_losing_time(seconds: list[float], most: int) -> None:
+def test_workers_beyond_the_number_of_devices_are_merged_without_losing_time(seconds: list[float], most: int) -> None:
     found = folded(seconds, most)
     assert len(found) == min(len(seconds), most) and sum(found) == pytest.approx(sum(seconds), abs=1e-4)
     assert max(found) <= sum(seconds) / most + max(seconds) + 1e-4
@@ -144,22 +146,22 @@ def test_another_policy_is_predicted_on_the_same_run_and_a_later_start_leaves_jo
     recorded(tmp_path, jobs(), "gang-fifo-backfill")
     run = read(tmp_path)
     assert play(run, policy="jigsaw").comparison.predicted < 0.95 * play(run).comparison.predicted
-    late = read(tmp_path, since=EPOCH + 0.35)
+    late = read(tmp_path, since=ARRIVAL + 0.35)
     assert [r.id for r in late.jobs] == [5, 6, 7, 8]
     assert min(r.job.arrival for r in late.jobs) == 0.0
 
 
-def test_a_gang_is_one_long_task_that_nobody_shares_a_device_with(tmp_path: Path) -> None:
+def test_a_gang_is_one_long_task_that_shares_its_devices_with_no_job(tmp_path: Path) -> None:
     recorded(tmp_path, jobs()[:1], "jigsaw")
     store = Store(Home(tmp_path).database)
     row = store.submit(Submission(text="x", kind="gang", gang=2))
     store.lease(row.id, [0, 1])
     store.move(row.id, "finished")
-    store.note({row.id: {"submitted": EPOCH, "ended": EPOCH + 9.0}})
+    store.note({row.id: {"submitted": ARRIVAL, "ended": ARRIVAL + 9.0}})
     store.close()
-    held = [Held(job=str(row.id), device=d, start=SHIFT + 1.0, stop=SHIFT + 9.0) for d in (0, 1)]
+    held = [LeaseLine(job=str(row.id), device=d, start=SHIFT + 1.0, stop=SHIFT + 9.0) for d in (0, 1)]
     with (tmp_path / "spans" / "device-1.jsonl").open("wb") as file:
-        clock = Clock(device=1, node="a", boot="1", offset=EPOCH - SHIFT, emulated=True)
+        clock = ClockLine(device=1, node="a", boot="1", offset=ARRIVAL - SHIFT, emulated=True)
         file.write(msgspec.json.Encoder().encode_lines([clock, *held]))
     gang = read(tmp_path).jobs[-1].job
     assert gang.workers == 2 and gang.alone() == pytest.approx(8.0, abs=1e-3)
@@ -167,24 +169,24 @@ def test_a_gang_is_one_long_task_that_nobody_shares_a_device_with(tmp_path: Path
 
 
 def test_waiting_for_another_jobs_loading_is_not_time_off_the_device(tmp_path: Path) -> None:
-    """Loading is no task: its end, after which ours starts at once, looks like a release to whoever sees tasks only."""
+    """Loading is not recorded as a task, so a task that waited for it looks as if it had been released at its start."""
     (job,) = made = jobs()[2:3]
     recorded(tmp_path, made, "jigsaw")
     spans = tmp_path / "spans" / "device-0.jsonl"
-    clock, *tasks = [line for line in lines(tmp_path) if not isinstance(line, Held)]
+    clock, *tasks = [line for line in lines(tmp_path) if not isinstance(line, LeaseLine)]
     late = [
         msgspec.structs.replace(t, start=t.start + 3.0 * i, stop=t.stop + 3.0 * i, overhead=0.0, waited=3.0)
         for i, t in enumerate(tasks, 1)
-        if isinstance(t, Ran)
+        if isinstance(t, TaskLine)
     ]
     spans.write_bytes(msgspec.json.Encoder().encode_lines([clock, *late]))
     assert read(tmp_path).jobs[0].job.off_device == pytest.approx(job.off_device, abs=1e-3)
     unknown = [msgspec.structs.replace(t, waited=-1.0) for t in late]
     spans.write_bytes(msgspec.json.Encoder().encode_lines([clock, *unknown]))
-    assert read(tmp_path).jobs[0].job.off_device == job.off_device  # as the job said
+    assert read(tmp_path).jobs[0].job.off_device == job.off_device  # as the job declared
 
 
-def test_nothing_to_play_is_one_line(tmp_path: Path) -> None:
+def test_a_home_without_a_run_gives_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(Error, match=r"expected a cluster's home, with cluster.db in it"):
         replay(tmp_path)
     home = Home(tmp_path)
@@ -198,8 +200,8 @@ def test_nothing_to_play_is_one_line(tmp_path: Path) -> None:
 def test_the_command_prints_measured_and_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     makespan = recorded(tmp_path, jobs(), "jigsaw")
     run(policy="gang-fifo-backfill", since=0.0, home=tmp_path, json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert told["measured"] == pytest.approx(makespan, abs=1e-3) and told["emulated"]
-    assert list(told["predicted"]) == ["jigsaw", "gang-fifo-backfill"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"] == pytest.approx(makespan, abs=1e-3) and found["emulated"]
+    assert list(found["predicted"]) == ["jigsaw", "gang-fifo-backfill"]
     run(policy="", since=0.0, home=tmp_path, json=False)
     assert "8 jobs on 4 emulated devices under jigsaw" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The benchmark's own trials, small: `trial.chaos`, `load.queued`, `load.fuzz`."""
+"""The modules of benchmarks/cluster.py, for tests that run its trials at a small size."""
 
 from __future__ import annotations
 

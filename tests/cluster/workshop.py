@@ -1,7 +1,7 @@
 """Real aggregators and executors for tests, forked from one process that has imported torch; and a coordinator's desk.
 
-`Workshop` starts `python -m tests.cluster.workshop`, which forks on command and says who ended how. `Desk` is where the
-aggregators report: the test reads their messages and answers as the coordinator would.
+`Workshop` starts `python -m tests.cluster.workshop`, which forks on command and reports exit codes. Aggregators connect
+to a `Desk`: the test reads their messages and answers in the coordinator's place.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from dovetail.cluster.transport.wire import Connection
 from tests.paths import ROOT
 
 KEY = "secret"
-LIMIT = 60.0
+LIMIT = 600.0
+"""Seconds after which something that is waited for will not happen any more."""
 M = TypeVar("M", bound=Message)
 
 
 class Workshop:
-    """One home with one job in it, and the processes of it."""
+    """A home with its jobs and their processes."""
 
     def __init__(self, process: subprocess.Popen[str], home: Path) -> None:
         self._process, self.home = process, home
@@ -57,13 +58,13 @@ class Workshop:
         (folder / "submission.json").write_text(json.dumps({"options": options}), encoding="utf-8")
         return folder
 
-    def aggregator(self, job: str, epoch: int, desk: Desk, *, node: str = "") -> int:
-        settings = {"home": str(self.home), "job": job, "epoch": epoch, "coordinator": desk.address}
+    def aggregator(self, job: str, attempt: int, desk: Desk, *, node: str = "") -> int:
+        settings = {"home": str(self.home), "job": job, "attempt": attempt, "coordinator": desk.address}
         return self._start("aggregator", {**settings, "node": node, "key_file": str(self.home / "key")})
 
     def executor(self, hello: Hello, device: int, **manner: Any) -> int:
-        """Serves the aggregator that said this Hello, until that ends. `manner`: see `execute`."""
-        given = {"home": str(self.home), "job": hello.job, "epoch": hello.epoch, "address": hello.address}
+        """Serves the aggregator that sent this Hello, until that ends. `manner`: see `execute`."""
+        given = {"home": str(self.home), "job": hello.job, "attempt": hello.attempt, "address": hello.address}
         return self._start("executor", {**given, "device": device, **manner})
 
     def _start(self, role: str, settings: dict[str, Any]) -> int:
@@ -83,8 +84,8 @@ class Workshop:
             os.kill(pid, signal.SIGKILL)
         self.wait(pid)
 
-    def memory(self, job: str, epoch: int) -> Path:
-        return Path("/dev/shm") / arena_name(self.home, job, epoch)
+    def memory(self, job: str, attempt: int) -> Path:
+        return Path("/dev/shm") / arena_name(self.home, job, attempt)
 
     def _ask(self, question: dict[str, Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -109,14 +110,14 @@ def workshop(home: Path) -> Iterator[Workshop]:
             ours.kill(pid)
         assert process.stdin is not None and process.stdout is not None
         process.stdin.close()
-        process.wait(30)
+        process.wait(LIMIT)
         process.stdout.close()
         for path in Path("/dev/shm").glob(f"dovetail-{cluster_id(home)}-*"):
             path.unlink()
 
 
 class Desk:
-    """A coordinator that does nothing by itself."""
+    """Listens in the coordinator's place, and does nothing by itself."""
 
     def __init__(self, port: int = 0) -> None:
         self._listener = socket.create_server(("127.0.0.1", port))
@@ -124,7 +125,7 @@ class Desk:
         self.connection: Connection | None = None
 
     def hello(self, timeout: float = LIMIT) -> Hello:
-        """Of the next aggregator that comes."""
+        """The Hello of the next aggregator that connects."""
         self._listener.settimeout(timeout)
         sock, _ = self._listener.accept()
         self.hang_up()
@@ -162,7 +163,7 @@ def execute(
     *,
     home: str,
     job: str,
-    epoch: int,
+    attempt: int,
     address: list[Any],
     device: int,
     jitter: float = 0.0,
@@ -171,36 +172,41 @@ def execute(
     emulated: bool = False,
     node: str = "",
     asks: bool = False,
+    last: int | None = None,
 ) -> None:
-    """The plainest executor: takes whatever it believes to be there, or asks for it, if `asks` or from elsewhere.
+    """The simplest executor: takes every task that is offered; asks for it if `asks`, or if on another machine.
 
-    `jitter`: waits up to so many seconds before claims and ends; `twice`: the share of tasks that it runs twice;
-    `die_after`: dies by SIGKILL in the middle of its so-manieth task.
+    `jitter`: it waits up to so many seconds before claims and ends; `twice`: the share of tasks that it runs twice;
+    `die_after`: the number of the task in which it kills itself; `last`: the last iteration that it serves.
     """
-    from dovetail.cluster.executor import task
+    from dovetail.cluster.executor import loader
     from dovetail.cluster.job import spec, tensor_channel
+    from dovetail.cluster.job.objects import JobError
     from dovetail.cluster.job.submission import stored_options
 
-    chance = random.Random(device + 1000 * epoch)
+    chance = random.Random(device + 1000 * attempt)
     folder = Path(home) / "jobs" / job
     with contextlib.suppress(ConnectionError):
         connection = Connection.to((address[0], address[1]))
-        connection.send(Join(key=KEY, job=job, epoch=epoch, device=device, node=node))
+        connection.send(Join(key=KEY, job=job, attempt=attempt, device=device, node=node))
         welcome = connection.receive(timeout=LIMIT)
         if not isinstance(welcome, Welcome):
             return
-        through = None
+        channel = None
         if not welcome.memory:
-            through = tensor_channel.join(welcome.store, welcome.channel, local="127.0.0.1", timeout=LIMIT)
+            channel = tensor_channel.join(welcome.store, welcome.channel, local="127.0.0.1", timeout=LIMIT)
         loaded = spec.load(folder / "job.py", stored_options(folder))
-        runner = task.open_runner(loaded, welcome.memory, emulated=emulated, header=welcome.header, channel=through)
-        count, offered, shares = 0, list[Task](), not asks and through is None
+        runner = loader.open_runner(loaded, welcome.memory, emulated=emulated, header=welcome.header, channel=channel)
+        count, offered, shares = 0, list[Task](), not asks and channel is None
+
+        def wanted() -> list[Task]:
+            return [t for t in offered if last is None or t.iteration <= last]
 
         def take() -> Task | None:
-            """What can be locked, the longest first; old news are as good as new ones."""
-            found = next((t for t in reversed(offered) if runner.arena.claim(t.worker, t.claim)), None)
+            """The longest task that can be locked; an outdated offer is as good as a new one."""
+            found = next((t for t in reversed(wanted()) if runner.arena.claim(t.worker, t.claim)), None)
             if found is not None:
-                offered.remove(found)  # a lock is no obstacle to who has it
+                offered.remove(found)  # its owner could lock it again
                 connection.send(Took(iteration=found.iteration, worker=found.worker, claim=found.claim))
             return found
 
@@ -222,13 +228,13 @@ def execute(
                     done: Done = runner.run(mine)
                     if chance.random() < twice:
                         done = runner.run(mine)
-                except task.JobError as e:
+                except JobError as e:
                     failed = TaskFailed(iteration=mine.iteration, worker=mine.worker, reason=str(e), trace=e.trace)
                     connection.send(failed)
                     break
-                except task.Stale:
+                except loader.Stale:
                     break
-                if 0 <= die_after <= count:  # not ==: the so-manieth may have been a stale one
+                if 0 <= die_after <= count:  # not ==: that task may have been a stale one
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(jitter * chance.random())
                 connection.send(done)
@@ -239,11 +245,12 @@ def execute(
 
 def _child(role: str, settings: dict[str, Any], log: str) -> None:
     from dovetail.cluster.engines import process
+    from dovetail.core.processes import die_with_parent
 
     handle = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    process.die_with_parent()
+    die_with_parent()
     if role == "aggregator":
         os._exit(process.run("aggregator", settings))
     execute(**settings)
@@ -255,7 +262,7 @@ def _serve(log: str) -> None:
     import torch
 
     import dovetail.cluster.aggregator.main
-    import dovetail.cluster.executor.task  # noqa: F401
+    import dovetail.cluster.executor.loader  # noqa: F401
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()  # imports torch's compiler, for seconds

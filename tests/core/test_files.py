@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dovetail.core import files
 from dovetail.core.errors import Error, InputError
-from dovetail.core.network import Collective, Fit, Network, Sample
+from dovetail.core.network import Collective, CostSample, Fit, Network
 from dovetail.core.plan import Bucket, Plan, Prediction
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
 from dovetail.core.timeline import Span, Timeline
@@ -59,7 +59,7 @@ NETWORK = Network(
     collectives={
         "all_reduce": Collective(
             fit=Fit(latency=1e-3, seconds_per_byte=1e-8, error=0.02),
-            samples=(Sample(bytes=1024, seconds=Q), Sample(bytes=4096, seconds=Q)),
+            samples=(CostSample(bytes=1024, seconds=Q), CostSample(bytes=4096, seconds=Q)),
         )
     },
 )
@@ -184,6 +184,51 @@ def test_other_nouns_are_checked_too(noun: type[files.Noun], text: str, field: s
     assert caught.value.field.startswith(field)
 
 
+class Parcel(files.Noun, frozen=True, kw_only=True):
+    """A noun whose stored form changed twice: `weight` was in grams, then `label` came in."""
+
+    kind = "parcel"
+    version = 3
+
+    kilograms: float
+    label: str
+
+
+def test_an_older_version_is_read_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(files.UPGRADES, ("parcel", 1), lambda old: {"kilograms": old["weight"] / 1000})
+    monkeypatch.setitem(files.UPGRADES, ("parcel", 2), lambda old: {**old, "label": "none"})
+    first, second = {"weight": 2500}, {"kilograms": 2.5}
+    for version, fields in ((1, first), (2, second), (3, second | {"label": "none"})):
+        text = json.dumps({"kind": "parcel", "version": version, **fields})
+        assert files.decode(text, Parcel) == Parcel(kilograms=2.5, label="none")
+
+
+def test_an_upgrade_that_misses_something_names_file_and_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    def upgrade(old: dict[str, Any]) -> dict[str, Any]:
+        raise ValueError("weight: missing")
+
+    monkeypatch.setitem(files.UPGRADES, ("parcel", 2), upgrade)
+    with pytest.raises(InputError, match=r"^old\.json: weight: missing$"):
+        files.decode('{"kind": "parcel", "version": 2}', Parcel, "old.json")
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (4, "got 4: a newer dovetail has written this file; upgrade with `pip install -U dovetail-train`"),
+        (2, "got 2, which this dovetail cannot read; write the file again with the command that made it"),
+        (0, "got 0, which this dovetail cannot read; write the file again with the command that made it"),
+        (-1, "got -1, which this dovetail cannot read; write the file again with the command that made it"),
+        ("3", "got '3'; is this a file that dovetail has written?"),
+    ],
+)
+def test_a_version_that_cannot_be_read_is_refused_with_what_to_do(version: object, told: str) -> None:
+    text = json.dumps({"kind": "parcel", "version": version, "kilograms": 1.0, "label": "x"})
+    with pytest.raises(InputError) as refused:
+        files.decode(text, Parcel, "other.json")
+    assert str(refused.value) == f"other.json: version: expected 3, {told}"
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     files.write(path, PLAN)
@@ -229,3 +274,11 @@ def test_a_written_file_has_the_permissions_of_any_other(tmp_path: Path) -> None
     umask = os.umask(0)
     os.umask(umask)
     assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_private_file_stays_its_owners_and_a_durable_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    with files.replacing(path, durable=True, private=True) as temporary:
+        temporary.write_text("secret")
+    assert path.read_text() == "secret" and path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["key"]

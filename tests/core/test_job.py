@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from dovetail.core import files
 from dovetail.core.errors import InputError
-from dovetail.core.job import Job, Lease, Phase, Schedule, Stage, TaskRun, ladder
+from dovetail.core.job import Job, JobPhase, Lease, Schedule, Stage, TaskRun, ladder
 
 JOB = Job(
     name="language",
-    phases=(Phase(iterations=10, workers=4), Phase(iterations=6, workers=4, depths=ladder(4))),
+    phases=(JobPhase(iterations=10, workers=4), JobPhase(iterations=6, workers=4, depths=ladder(4))),
     forward=1.0,
     backward=2.0,
     off_device=0.5,
@@ -35,8 +35,8 @@ def test_a_job_and_a_schedule_come_back_as_they_were_stored(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"phases": (Phase(iterations=1, workers=3, depths=(0.5, 1.0)),)}, "phases[0].depths"),
-        ({"phases": (Phase(iterations=1, workers=2, min_workers=3),)}, "phases[0].min_workers"),
+        ({"phases": (JobPhase(iterations=1, workers=3, depths=(0.5, 1.0)),)}, "phases[0].depths"),
+        ({"phases": (JobPhase(iterations=1, workers=2, min_workers=3),)}, "phases[0].min_workers"),
         ({"forward": 0.0, "backward": 0.0}, "forward"),
         ({"stages": (Stage(seconds=1.0, workers=2),)}, "phases[0].workers"),
     ],
@@ -58,7 +58,7 @@ def test_a_schedule_with_two_tasks_at_once_on_a_device_is_refused(tmp_path: Path
 
 @given(k=st.integers(1, 64), f=st.floats(0.01, 10), b=st.floats(0.01, 10), s=st.floats(0, 10))
 def test_a_ladder_saves_the_share_of_backward_that_the_closed_form_says(k: int, f: float, b: float, s: float) -> None:
-    job = Job(name="j", phases=(Phase(iterations=3, workers=k),), forward=f, backward=b, off_device=s)
+    job = Job(name="j", phases=(JobPhase(iterations=3, workers=k),), forward=f, backward=b, off_device=s)
     shape = job.with_depths("ladder").shape()
     assert shape.work == pytest.approx(k * (f + b) - k * b * (k - 1) / (2 * k))
     assert shape.period == pytest.approx(job.gang_period)
@@ -67,7 +67,7 @@ def test_a_ladder_saves_the_share_of_backward_that_the_closed_form_says(k: int, 
 
 
 def test_late_partial_depth_keeps_the_iterations_and_makes_the_second_half_cheaper() -> None:
-    job = Job(name="j", phases=(Phase(iterations=11, workers=4),), forward=1.0, backward=2.0)
+    job = Job(name="j", phases=(JobPhase(iterations=11, workers=4),), forward=1.0, backward=2.0)
     late = job.with_depths("late")
     assert [p.iterations for p in late.phases] == [6, 5] and late.iterations == 11
     assert not late.phases[0].depths and late.phases[1].depths == ladder(4)
@@ -76,7 +76,10 @@ def test_late_partial_depth_keeps_the_iterations_and_makes_the_second_half_cheap
 
 def test_a_narrower_iteration_keeps_the_deepest_workers_and_counts_for_less() -> None:
     job = Job(
-        name="j", phases=(Phase(iterations=5, workers=4, min_workers=2, depths=ladder(4)),), forward=1.0, backward=4.0
+        name="j",
+        phases=(JobPhase(iterations=5, workers=4, min_workers=2, depths=ladder(4)),),
+        forward=1.0,
+        backward=4.0,
     )
     shape = job.shape(0, 2)
     assert shape.tasks == ((4.0, 5.0),) and shape.progress == 0.5

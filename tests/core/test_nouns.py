@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.errors import Error
-from dovetail.core.network import AffineCost, Collective, Fit, Network, Sample, TableCost
+from dovetail.core.network import AffineCost, Collective, CostSample, Fit, Network, TableCost
 from dovetail.core.profile import Layer, LayerTime, Quantiles
 from dovetail.core.timeline import Span, Timeline, compare
 
@@ -69,7 +69,7 @@ def test_other_rank_counts_follow_the_ring_law(ranks: int, nbytes: float) -> Non
 def test_a_measured_table_scales_to_other_rank_counts_as_its_fit_does() -> None:
     fit = Fit(latency=1e-3, seconds_per_byte=1e-8, error=0.0)
     law = AffineCost(fit.latency, fit.seconds_per_byte)
-    samples = tuple(Sample(bytes=b, seconds=exactly(float(law(b)))) for b in (1024, 2**20, 2**24))
+    samples = tuple(CostSample(bytes=b, seconds=exactly(float(law(b)))) for b in (1024, 2**20, 2**24))
     network = Network(
         name="n", ranks=4, source="", measured=True, collectives={"all_reduce": Collective(fit=fit, samples=samples)}
     )

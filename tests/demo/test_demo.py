@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dovetail import demo
+from dovetail.core import files
+from dovetail.core.timeline import Timeline
 from dovetail.demo import summary
-from dovetail.emulate.contest import DOVETAIL, Entry, Outcome
+from dovetail.emulate.contest import DOVETAIL, ContestEntry, ContestOutcome
 from dovetail.emulate.shaped_network import available
 from dovetail.planning import plan
 from dovetail.view import example
@@ -35,7 +38,7 @@ def test_the_demo_shows_the_gain_the_losses_and_what_is_emulated(
     # The same story with a small model, so that it takes seconds.
     small = example_profile().scaled(forward=0.01, backward=0.02)
     monkeypatch.setattr(demo, "_profile", lambda rate: small)
-    stored = json.loads(json.dumps(demo.main(quick=True, rate="500mbit")))
+    stored = json.loads(json.dumps(demo.main(quick=True, rate="500mbit", timelines=tmp_path / "both")))
     told = capsys.readouterr().out
     for words in ("torch's DDP", "dovetail", "what changed", "emulated devices"):
         assert words in told
@@ -48,6 +51,8 @@ def test_the_demo_shows_the_gain_the_losses_and_what_is_emulated(
     if root:
         assert losses["torch"] == losses["dovetail"] and losses["torch"][-1] < losses["torch"][0]
     _ends_with_three_lines(stored["lines"], told)
+    recorded = [files.read(tmp_path / "both" / f"{name}.json", Timeline) for name in ("ddp", "dovetail")]
+    assert [(t.name, t.emulated) for t in recorded] == [("torch's DDP", True), ("dovetail", True)]
     page = tmp_path / "out" / "demo.html"
     if root and (html.BUNDLE / "app.js").exists():
         assert told.rstrip().endswith(page.as_uri()) and stored["page"] == str(Path("out/demo.html"))
@@ -95,7 +100,7 @@ def test_a_folder_that_takes_no_page_is_no_reason_to_fail(tmp_path: Path, monkey
     (tmp_path / "out").write_text("in the way")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(summary.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     found = summary.story(example_profile(), _outcome())
     assert summary.export(found) == (tmp_path / "elsewhere" / "dovetail-demo.html", "")
     _holds_this_run((tmp_path / "elsewhere" / "dovetail-demo.html").read_text(encoding="utf-8"), kept_theirs=True)
@@ -115,13 +120,13 @@ def test_a_tie_is_called_one() -> None:
     assert [cell.strip() for cell in row.split("│")][1:4] == ["dovetail", "0.100 s", "none"]
 
 
-def _outcome() -> Outcome:
+def _outcome() -> ContestOutcome:
     """A contest that dovetail left as it was."""
     network = example.network()
     default = plan(example_profile(), network, policy="ddp")
     predicted, recorded = default.prediction, example.timelines()[1]
     entries = tuple(
-        Entry(
+        ContestEntry(
             policy=name,
             buckets=len(default.buckets),
             predicted=predicted.iteration,
@@ -131,4 +136,6 @@ def _outcome() -> Outcome:
         for name in ("ddp", DOVETAIL)
     )
     timelines = {"ddp": recorded, DOVETAIL: recorded}
-    return Outcome(network=network, entries=entries, kept=None, explained="", tuning_steps=1, timelines=timelines)
+    return ContestOutcome(
+        network=network, entries=entries, kept=None, explained="", tuning_steps=1, timelines=timelines
+    )

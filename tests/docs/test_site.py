@@ -61,7 +61,7 @@ def test_lists_and_tables_begin_after_a_blank_line() -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it, in another folder; a link or a name that leads nowhere would have ended it."""
-    pytest.importorskip("zensical", reason="the site is built with dovetail[docs]")
+    pytest.importorskip("zensical", reason="the site is built with dovetail-train[docs]")
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(DOCS, folder / "docs")
     shutil.copy(CONFIGURATION, folder)

@@ -1,4 +1,4 @@
-"""The emulated channel: torch's collectives, in order, after a latency, with errors and ends that are clean."""
+"""The emulated channel: torch's collectives, in order, after a latency; its errors are one line, its threads end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADDED = 0.04  # seconds
 
 
 def run(scenario: str, *, env: dict[str, str] | None = None) -> list[Any]:
-    return [r.report for r in launch([__file__, scenario], ranks=RANKS, timeout=120, env=env)]
+    return [r.report for r in launch([__file__, scenario], ranks=RANKS, timeout=600, env=env)]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_destroyed_group_leaves_no_thread(healthy: list[Any]) -> None:
 
 
 def test_a_lost_peer_is_one_line_for_all_that_was_queued_and_no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "GRACE", 30.0)  # the others may tell of it before they are ended
+    monkeypatch.setattr(launch_module, "GRACE", 300.0)  # the others may report it before they are ended
     with pytest.raises(LaunchError, match=r"^rank 2 ended with exit code 7") as caught:
         run("lost peer")
     for r in caught.value.results[:2]:
@@ -70,7 +70,7 @@ def test_a_lost_peer_is_one_line_for_all_that_was_queued_and_no_thread_stays(mon
 def test_the_group_s_time_out_holds() -> None:
     found = run("time-out")[:2]
     assert all("allreduce failed: " in result for result in found)
-    # Whoever is first hangs up, and the other may hear of that before its own time is over.
+    # The first rank to time out closes its connections, which the other may notice before its own time is over.
     assert any("imed out" in result for result in found)
 
 
@@ -122,8 +122,9 @@ def collectives(rank: int) -> Any:
         out.append(xs)
         dist.reduce(x := mine.clone(), 0, group=group)
         out.append(x if root else None)
-        dist.gather(mine, xs := [torch.zeros(6) for _ in range(RANKS)] if root else None, 0, group=group)
-        out.append(xs)
+        gathered = [torch.zeros(6) for _ in range(RANKS)] if root else None
+        dist.gather(mine, gathered, 0, group=group)
+        out.append(gathered)
         dist.scatter(x := torch.zeros(2), list(mine.split(2)) if root else None, 0, group=group)
         out.append(x)
         dist.all_gather_object(objects := [None] * RANKS, {"rank": rank}, group=group)
@@ -205,7 +206,7 @@ def lost_peer(rank: int) -> Any:
 
 
 def time_out(rank: int) -> Any:
-    impatient = dist.new_group(timeout=timedelta(seconds=8))
+    impatient = dist.new_group(timeout=timedelta(seconds=10))
     dist.barrier()
     said = ""
     if rank != 2:
@@ -213,7 +214,7 @@ def time_out(rank: int) -> Any:
             dist.all_reduce(torch.ones(1), group=impatient)
         except dist.DistBackendError as e:
             said = str(e)
-    dist.barrier()  # nobody leaves before
+    dist.barrier()  # no rank leaves before the others are done
     return said
 
 
@@ -222,11 +223,11 @@ def leave(rank: int) -> Any:
     if rank == 0:
         dist.all_reduce(torch.ones(1), async_op=True)
         raise ValueError("leaving")
-    time.sleep(60)
+    time.sleep(600)
 
 
 if __name__ == "__main__":
     scenario = sys.argv[1]
-    dist.init_process_group(register(), timeout=timedelta(seconds=60))
+    dist.init_process_group(register(), timeout=timedelta(seconds=300))
     scenarios = {"healthy": healthy_ranks, "lost peer": lost_peer, "time-out": time_out, "leave": leave}
     report(scenarios[scenario](dist.get_rank()))

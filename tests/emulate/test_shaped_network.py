@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -16,13 +17,13 @@ from dovetail.emulate.launch import launch
 from dovetail.emulate.shaped_network import NAMESPACES, PREFIX, SEND_BUFFER, available, bits_per_second, clean, shaped
 
 reason = available()
-needs_namespaces = [pytest.mark.root, pytest.mark.skipif(reason is not None, reason=str(reason))]
+Test = TypeVar("Test", bound=Callable[..., None])
 
 
-def marked(test: object) -> object:
-    for mark in needs_namespaces:
-        test = mark(test)  # type: ignore[operator]
-    return test
+def marked(test: Test) -> Test:
+    """Needs network namespaces."""
+    made: Test = pytest.mark.root(pytest.mark.skipif(reason is not None, reason=str(reason))(test))
+    return made
 
 
 def names_of(pid: int) -> list[str]:
@@ -71,7 +72,7 @@ def test_other_wrong_options_are_one_line_too() -> None:
         pass
 
 
-def test_what_is_missing_is_said() -> None:
+def test_what_is_missing_is_one_sentence() -> None:
     assert available(euid=1000) == "a shaped network needs root"
     if sys.platform == "linux":
         expected = "a shaped network needs `ip` and `tc`: apt-get install iproute2"

@@ -6,13 +6,26 @@ import random
 from dataclasses import dataclass, field
 
 from dovetail.core.errors import InputError
-from dovetail.fabric import kernel, oracle, tables
-from dovetail.fabric.automaton import backtrack_closed
+from dovetail.fabric import kernel, structs
 from dovetail.fabric.dataplane import addresses
 from dovetail.fabric.packets import udp
-from dovetail.fabric.policy import Policies, Rule, assemble
-from dovetail.fabric.runner import Bench
-from dovetail.fabric.topology import Topology
+from dovetail.fabric.routing import oracle
+from dovetail.fabric.routing.automaton import backtrack_closed
+from dovetail.fabric.routing.policy import Policies, Rule, assemble
+from dovetail.fabric.routing.topology import Host, Link, Topology
+
+from .switch_bench import SwitchBench
+
+
+def random_fabric(rng: random.Random, switches: int, extra: int) -> Topology:
+    """A random tree with `extra` more links, a host on every switch: connected, and of no regular shape."""
+    ends = {frozenset((i, rng.randrange(i))) for i in range(1, switches)}
+    possible = switches * (switches - 1) // 2
+    while len(ends) < min(switches - 1 + extra, possible):
+        ends.add(frozenset(rng.sample(range(switches), 2)))
+    links = tuple(Link(*sorted(e)) for e in sorted(ends, key=sorted))
+    attached = tuple(Host(f"h{i}", i) for i in range(switches))
+    return Topology(f"random-{switches}", tuple(f"s{i}" for i in range(switches)), links, attached).check()
 
 
 @dataclass
@@ -56,7 +69,7 @@ def policies_for(topology: Topology, rule: Rule) -> Policies | None:
         return None
 
 
-def check_packet(bench: Bench, tally: Tally, source: int, target: int, *, sport: int, v6: bool = False) -> bool:
+def check_packet(bench: SwitchBench, tally: Tally, source: int, target: int, *, sport: int, v6: bool = False) -> bool:
     """Sends one packet and judges it by the oracle; returns whether it arrived."""
     topology = bench.topology
     automaton = bench.policies.of(source, target)
@@ -73,7 +86,7 @@ def check_packet(bench: Bench, tally: Tally, source: int, target: int, *, sport:
     if out.looped or oracle.repeats(out.walk, automaton, len(bench.failed) + bool(bench.failed)):
         tally.faults.append(f"loop {where}")
     # One search per failure met, once more after forgetting beliefs, and one for every part of a long path.
-    if out.searches > 2 * (len(bench.failed) + 1) + len(out.walk) // tables.CARRIED:
+    if out.searches > 2 * (len(bench.failed) + 1) + len(out.walk) // structs.CARRIED:
         tally.faults.append(f"{out.searches} searches {where}")
     if out.delivered:
         tally.delivered += 1
@@ -97,7 +110,7 @@ def check_packet(bench: Bench, tally: Tally, source: int, target: int, *, sport:
     return False
 
 
-def torture(bench: Bench, rng: random.Random, *, rounds: int, packets: int = 4, most: int = 8) -> Tally:
+def torture(bench: SwitchBench, rng: random.Random, *, rounds: int, packets: int = 4, most: int = 8) -> Tally:
     """Rounds of a random policy and random failures, a few packets each, with beliefs left over between rounds."""
     tally = Tally()
     topology = bench.topology

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail.fabric import kernel, shapes
+from dovetail.fabric import kernel
 from dovetail.fabric.hooks import HOOKS
-from dovetail.fabric.runner import Bench, bench
+from dovetail.fabric.routing import shapes
+
+from .switch_bench import SwitchBench, bench
 
 pytestmark = pytest.mark.root
 TREE = shapes.fat_tree(4, hosts=2)
@@ -21,20 +23,20 @@ SOURCE, TARGET = 0, 7
 
 
 @pytest.fixture(scope="module", params=HOOKS)
-def tree(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def tree(request: pytest.FixtureRequest) -> Iterator[SwitchBench]:
     with bench(TREE, hook=request.param) as made:
         made.configure(life=LIFE)
         yield made
 
 
 @pytest.fixture
-def fresh(tree: Bench) -> Bench:
+def fresh(tree: SwitchBench) -> SwitchBench:
     tree.fail(frozenset())
     tree.plane.forget(TREE)
     return tree
 
 
-def ends(b: Bench, switch: int) -> dict[int, int]:
+def ends(b: SwitchBench, switch: int) -> dict[int, int]:
     """Links believed failed, and when each belief is over, ns."""
     size = b.plane.size
     raw = kernel.lookup(b.plane.maps["nodes"], switch, size.node)
@@ -42,7 +44,7 @@ def ends(b: Bench, switch: int) -> dict[int, int]:
     return {link: until[link] for link in b.plane.believed(switch)}
 
 
-def let_believe(b: Bench, switch: int, until: dict[int, int]) -> None:
+def let_believe(b: SwitchBench, switch: int, until: dict[int, int]) -> None:
     """Exactly these links, each until its own time."""
     size = b.plane.size
     raw = bytearray(kernel.lookup(b.plane.maps["nodes"], switch, size.node))
@@ -59,7 +61,7 @@ def link(*names: str) -> int:
     return TREE.link_index[frozenset(TREE.switch_index[n] for n in names)]
 
 
-def test_each_belief_ends_at_its_own_time(fresh: Bench) -> None:
+def test_each_belief_ends_at_its_own_time(fresh: SwitchBench) -> None:
     over, lasting = link("core0", "agg3.0"), link("core1", "agg3.0")
     now = time.monotonic_ns()
     let_believe(fresh, SOURCE, {over: now - 1, lasting: now + 100 * SECOND})
@@ -69,7 +71,7 @@ def test_each_belief_ends_at_its_own_time(fresh: Bench) -> None:
     assert set(ends(fresh, SOURCE)) == {lasting}
 
 
-def test_a_flow_goes_back_to_a_repaired_link_without_being_told(fresh: Bench) -> None:
+def test_a_flow_goes_back_to_a_repaired_link_without_being_told(fresh: SwitchBench) -> None:
     walk = fresh.send(0, 15, sport=5).walk
     repaired = TREE.link_index[frozenset(walk[2:4])]
     other = next(k for k in (link("agg1.0", "core0"), link("agg1.1", "core3")) if k != repaired)
@@ -82,7 +84,7 @@ def test_a_flow_goes_back_to_a_repaired_link_without_being_told(fresh: Bench) ->
         assert fresh.send(0, 15, sport=5).walk == walk
 
 
-def test_the_hearsay_beside_a_failure_that_a_packet_meets_lives_no_longer_for_it(fresh: Bench) -> None:
+def test_the_hearsay_beside_a_failure_that_a_packet_meets_lives_no_longer_for_it(fresh: SwitchBench) -> None:
     rumour = link("agg1.0", "core0")
     walk = fresh.send(0, 15, sport=5).walk
     broken = TREE.link_index[frozenset(walk[-2:])]
@@ -96,7 +98,7 @@ def test_the_hearsay_beside_a_failure_that_a_packet_meets_lives_no_longer_for_it
     assert learned[broken] >= now + LIFE * 254 // 255
 
 
-def test_two_switches_cannot_keep_a_rumour_alive_between_them(fresh: Bench) -> None:
+def test_two_switches_cannot_keep_a_rumour_alive_between_them(fresh: SwitchBench) -> None:
     """News of other failures comes all the time; what was heard of the first one still ends when it should."""
     rumour, end = link("agg1.0", "core0"), time.monotonic_ns() + 20 * SECOND
     let_believe(fresh, SOURCE, {rumour: end})
@@ -108,7 +110,7 @@ def test_two_switches_cannot_keep_a_rumour_alive_between_them(fresh: Bench) -> N
             assert ends(fresh, switch).get(rumour, 0) <= end
 
 
-def test_a_failure_that_is_met_again_is_believed_anew(fresh: Bench) -> None:
+def test_a_failure_that_is_met_again_is_believed_anew(fresh: SwitchBench) -> None:
     broken = TREE.link_index[frozenset(fresh.send(0, 15, sport=5).walk[-2:])]
     fresh.fail(frozenset({broken}))
     now = time.monotonic_ns()

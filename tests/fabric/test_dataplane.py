@@ -12,38 +12,39 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dovetail.fabric import kernel, packets, shapes, tables
+from dovetail.fabric import kernel, packets, structs
 from dovetail.fabric.dataplane import PAUSE, addresses, host_slot, link_slot
 from dovetail.fabric.hooks import HOOKS
-from dovetail.fabric.policy import compile_policy
-from dovetail.fabric.runner import Bench, bench
-from dovetail.fabric.topology import Topology
+from dovetail.fabric.routing import shapes
+from dovetail.fabric.routing.policy import compile_policy
+from dovetail.fabric.routing.topology import Topology
 
-from .cases import Tally, check_packet, policies_for, random_rule, torture
+from .cases import Tally, check_packet, policies_for, random_fabric, random_rule, torture
+from .switch_bench import SwitchBench, bench
 
 pytestmark = pytest.mark.root
 TREE = shapes.fat_tree(4, hosts=2)
 
 
 @pytest.fixture(scope="module", params=HOOKS)
-def tree(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def tree(request: pytest.FixtureRequest) -> Iterator[SwitchBench]:
     with bench(TREE, hook=request.param) as made:
         yield made
 
 
 @pytest.fixture
-def fresh(tree: Bench) -> Bench:
+def fresh(tree: SwitchBench) -> SwitchBench:
     tree.fail(frozenset())
     policy(tree)
     tree.plane.forget(TREE)
     return tree
 
 
-def policy(b: Bench, *classes: dict[str, Any], **rest: Any) -> None:
+def policy(b: SwitchBench, *classes: dict[str, Any], **rest: Any) -> None:
     b.use(compile_policy({"classes": list(classes), **rest}, b.topology))
 
 
-def counted(b: Bench, name: str) -> int:
+def counted(b: SwitchBench, name: str) -> int:
     return b.plane.totals(b.topology)[name]
 
 
@@ -76,29 +77,29 @@ def test_every_packet_agrees_with_the_oracle(topology: Topology, hook: str) -> N
 def test_random_fabrics_policies_and_failures(hook: str, seed: int, size: int, extra: int) -> None:
     """Whenever a compliant path survives the packet arrives on one; otherwise it is dropped and counted."""
     rng = random.Random(seed)
-    with bench(shapes.random_fabric(rng, size, extra), hook=hook) as b:
+    with bench(random_fabric(rng, size, extra), hook=hook) as b:
         tally = torture(b, rng, rounds=6)
         totals = b.plane.totals(b.topology)
     assert tally.faults == []
     lost = tally.packets - tally.delivered
     assert totals["delivered"] == tally.delivered
-    assert sum(totals[d] for d in tables.DROPS) == lost
+    assert sum(totals[d] for d in structs.DROPS) == lost
     assert totals["drop violation"] == totals["drop hops"] == 0
 
 
-def test_flows_spread_over_all_equal_paths(fresh: Bench) -> None:
+def test_flows_spread_over_all_equal_paths(fresh: SwitchBench) -> None:
     cores = [fresh.send(0, 15, sport=port).walk[2] for port in range(1000, 1400)]
     shares = [cores.count(c) / len(cores) for c in sorted(set(cores))]
     assert len(shares) == 4 and min(shares) > 0.15
     assert len({fresh.send(0, 15, sport=77).walk for _ in range(5)}) == 1  # one flow, one path
 
 
-def test_a_transit_switch_stops_a_packet_that_breaks_its_policy(fresh: Bench) -> None:
+def test_a_transit_switch_stops_a_packet_that_breaks_its_policy(fresh: SwitchBench) -> None:
     """Enforcement does not trust the path in the packet: a forged one ends at the first forbidden switch."""
     policy(fresh, {"from": "h0", "to": "h15", "avoid": "core0"})
     frame = packets.udp(addresses(0), addresses(15), sport=1, dport=2)
     _, out = fresh.enter(host_slot(TREE, 0), frame)
-    header = tables.read_header(fresh.plane.size, out)
+    header = structs.read_header(fresh.plane.size, out)
     agg, core = TREE.switch_index["agg0.0"], TREE.switch_index["core0"]
     forged = bytearray(out)
     struct.pack_into("<4H", forged, 14 + 24, agg, core, 14, 7)
@@ -117,7 +118,7 @@ def _slots(topology: Topology, here: int, there: int) -> list[tuple[int, int]]:
     return [(here, link_slot(link, 0 if topology.links[link].a == here else 1))]
 
 
-def test_tenants_and_denied_classes_are_dropped_at_the_first_switch_and_counted(fresh: Bench) -> None:
+def test_tenants_and_denied_classes_are_dropped_at_the_first_switch_and_counted(fresh: SwitchBench) -> None:
     policy(
         fresh,
         {"from": "h4", "to": "h5", "port": 9, "deny": True},
@@ -132,14 +133,14 @@ def test_tenants_and_denied_classes_are_dropped_at_the_first_switch_and_counted(
     assert counted(fresh, "drop denied") == before + 4
 
 
-def test_hosts_on_one_switch_meet_there_unless_a_waypoint_calls_them_out(fresh: Bench) -> None:
+def test_hosts_on_one_switch_meet_there_unless_a_waypoint_calls_them_out(fresh: SwitchBench) -> None:
     assert fresh.send(0, 1).walk == (0,)
     policy(fresh, {"from": "h0", "to": "h1", "via": "core0"})
     walk = fresh.send(0, 1).walk
     assert walk[0] == walk[-1] == 0 and TREE.switch_index["core0"] in walk
 
 
-def test_a_new_policy_is_whole_or_not_at_all_for_every_packet(fresh: Bench) -> None:
+def test_a_new_policy_is_whole_or_not_at_all_for_every_packet(fresh: SwitchBench) -> None:
     """A packet on its way when the tables change is judged to its end by those it entered under."""
     policy(fresh, {"from": "h0", "to": "h15", "via": "core0"})
     frame = packets.udp(addresses(0), addresses(15), sport=1, dport=2)
@@ -148,7 +149,7 @@ def test_a_new_policy_is_whole_or_not_at_all_for_every_packet(fresh: Bench) -> N
     policy(fresh, {"from": "h0", "to": "h15", "avoid": "core0"})
     here, walk = 0, [0]
     while out[12:14] == b"\x88\xb5":
-        header = tables.read_header(fresh.plane.size, out)
+        header = structs.read_header(fresh.plane.size, out)
         there = header.path[header.hop - 1]
         slot = dict(_slots(TREE, there, here))[there]
         verdict, out = fresh.enter(slot, out)
@@ -163,13 +164,13 @@ def test_a_new_policy_is_whole_or_not_at_all_for_every_packet(fresh: Bench) -> N
     policy(fresh)
     policy(fresh)
     before = counted(fresh, "drop stale")
-    first = tables.read_header(fresh.plane.size, out).path[0]
+    first = structs.read_header(fresh.plane.size, out).path[0]
     verdict, _ = fresh.enter(dict(_slots(TREE, first, 0))[first], out)
     assert verdict == kernel.XDP_DROP and counted(fresh, "drop stale") == before + 1
 
 
 def test_every_single_store_of_an_installation_leaves_one_whole_policy_in_force(
-    fresh: Bench, monkeypatch: pytest.MonkeyPatch
+    fresh: SwitchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From no class with a port to one that denies a port, and back: each write leaves the old or the new."""
     closed = {"from": "h0", "to": "h15", "port": 9, "deny": True}
@@ -180,7 +181,7 @@ def test_every_single_store_of_an_installation_leaves_one_whole_policy_in_force(
         store(fd, key, value)
         with monkeypatch.context() as quiet:
             quiet.setattr(kernel, "update", store)
-            fresh._config = fresh.plane.config()
+            fresh.settings = fresh.plane.config()
             written.append((fresh.send(0, 15, dport=8).delivered, fresh.send(0, 15, dport=9).delivered))
 
     for classes, before, after in (([closed], True, False), ([], False, True)):
@@ -189,18 +190,18 @@ def test_every_single_store_of_an_installation_leaves_one_whole_policy_in_force(
         with monkeypatch.context() as watched:
             watched.setattr(kernel, "update", update)
             fresh.plane.install(TREE, made, grace=0)
-        fresh._config = fresh.plane.config()
+        fresh.settings = fresh.plane.config()
         assert len(written) > 60 and all(plain for plain, _ in written)
         assert [denied for _, denied in written] == [before] * (len(written) - 1) + [after]
 
 
-def test_as_many_path_rules_as_the_compiler_lets_through_can_be_loaded(fresh: Bench) -> None:
+def test_as_many_path_rules_as_the_compiler_lets_through_can_be_loaded(fresh: SwitchBench) -> None:
     policy(fresh, *({"from": "h0", "to": "h15", "port": n + 1, "max_hops": 10 + n} for n in range(62)))
     assert len(fresh.policies.automata) == 63
     assert fresh.send(0, 15, dport=62).delivered and fresh.send(1, 14).delivered
 
 
-def test_a_link_taken_out_of_the_topology_is_not_used(fresh: Bench) -> None:
+def test_a_link_taken_out_of_the_topology_is_not_used(fresh: SwitchBench) -> None:
     walk = fresh.send(0, 15, sport=5).walk
     gone = TREE.link_index[frozenset(walk[1:3])]
     fresh.use(fresh.policies, without=frozenset({gone}))
@@ -209,13 +210,13 @@ def test_a_link_taken_out_of_the_topology_is_not_used(fresh: Bench) -> None:
     assert out.searches == 1
 
 
-def _far_failure(b: Bench, sport: int) -> tuple[tuple[int, ...], int]:
+def _far_failure(b: SwitchBench, sport: int) -> tuple[tuple[int, ...], int]:
     """The last link before the target's switch on a flow's path: its source cannot know of it."""
     walk = b.send(0, 15, sport=sport).walk
     return walk, TREE.link_index[frozenset(walk[-2:])]
 
 
-def test_detours_end_once_the_way_back_has_told_the_source(fresh: Bench) -> None:
+def test_detours_end_once_the_way_back_has_told_the_source(fresh: SwitchBench) -> None:
     _, link = _far_failure(fresh, 5)
     fresh.fail(frozenset({link}))
     first = fresh.send(0, 15, sport=5)
@@ -229,7 +230,7 @@ def test_detours_end_once_the_way_back_has_told_the_source(fresh: Bench) -> None
     assert kept.walk == again.walk and kept.searches == 0
 
 
-def test_a_stale_belief_costs_no_delivery(fresh: Bench) -> None:
+def test_a_stale_belief_costs_no_delivery(fresh: SwitchBench) -> None:
     """All ways are believed broken, none is: the packet forgets what it was told and arrives."""
     into = frozenset(i for i, k in enumerate(TREE.links) if 7 in (k.a, k.b))
     fresh.fail(into)
@@ -242,7 +243,7 @@ def test_a_stale_belief_costs_no_delivery(fresh: Bench) -> None:
     assert out.delivered and len(out.walk) == 5
 
 
-def test_belief_expires(fresh: Bench) -> None:
+def test_belief_expires(fresh: SwitchBench) -> None:
     _, link = _far_failure(fresh, 5)
     fresh.fail(frozenset({link}))
     fresh.send(0, 15, sport=5)
@@ -255,7 +256,7 @@ def test_belief_expires(fresh: Bench) -> None:
     assert fresh.plane.believed(7) == frozenset()
 
 
-def test_a_belief_that_is_over_does_not_come_back_with_the_next_one(fresh: Bench) -> None:
+def test_a_belief_that_is_over_does_not_come_back_with_the_next_one(fresh: SwitchBench) -> None:
     flows = {fresh.send(0, 15, sport=s).walk[-2]: s for s in range(1000, 1100)}
     links = {agg: TREE.link_index[frozenset((agg, 7))] for agg in flows}
     first, second = flows
@@ -269,7 +270,7 @@ def test_a_belief_that_is_over_does_not_come_back_with_the_next_one(fresh: Bench
     assert fresh.plane.believed(7) == {links[second]}
 
 
-def test_a_repaired_preference_is_taken_again_when_the_belief_is_over(fresh: Bench) -> None:
+def test_a_repaired_preference_is_taken_again_when_the_belief_is_over(fresh: SwitchBench) -> None:
     core = TREE.switch_index["core0"]
     policy(fresh, {"from": "h0", "to": "h15", "prefer": "core0"})
     assert core in fresh.send(0, 15).walk
@@ -281,7 +282,7 @@ def test_a_repaired_preference_is_taken_again_when_the_belief_is_over(fresh: Ben
     assert core in fresh.send(0, 15).walk
 
 
-def test_a_class_that_no_path_can_serve_stops_exploring(fresh: Bench) -> None:
+def test_a_class_that_no_path_can_serve_stops_exploring(fresh: SwitchBench) -> None:
     """The first packet finds out; its notice lets the source drop the next ones without a search, for a while."""
     fresh.plane.configure(pause=60 * 10**9)  # longer than this test takes on any machine
     try:
@@ -296,7 +297,7 @@ def test_a_class_that_no_path_can_serve_stops_exploring(fresh: Bench) -> None:
         fresh.plane.configure(pause=int(PAUSE * 1e9))
 
 
-def test_a_notice_carries_nothing_of_the_packet(fresh: Bench) -> None:
+def test_a_notice_carries_nothing_of_the_packet(fresh: SwitchBench) -> None:
     fresh.fail(frozenset(i for i, k in enumerate(TREE.links) if 7 in (k.a, k.b)))
     frame = packets.udp(addresses(0), addresses(15), sport=1, dport=2, payload=b"secret" * 50)
     slot, here = host_slot(TREE, 0), 0
@@ -305,7 +306,7 @@ def test_a_notice_carries_nothing_of_the_packet(fresh: Bench) -> None:
         verdict, frame = fresh.enter(slot, frame)
         if verdict != kernel.XDP_REDIRECT:
             break
-        header = tables.read_header(fresh.plane.size, frame)
+        header = structs.read_header(fresh.plane.size, frame)
         sizes.append((header.kind, len(frame)))
         there = header.path[header.hop - 1]
         slot, here = dict(_slots(TREE, there, here))[there], there
@@ -313,7 +314,7 @@ def test_a_notice_carries_nothing_of_the_packet(fresh: Bench) -> None:
     assert notices and set(notices) == {14 + fresh.plane.size.header}
 
 
-def test_a_policy_that_stranded_a_packet_does_not_strand_the_next(fresh: Bench) -> None:
+def test_a_policy_that_stranded_a_packet_does_not_strand_the_next(fresh: SwitchBench) -> None:
     """Not backtrack-closed: a packet may be lost, its notice tells the source, later ones arrive."""
     rng = random.Random(4)
     stranded = 0
@@ -334,7 +335,7 @@ def test_a_policy_that_stranded_a_packet_does_not_strand_the_next(fresh: Bench) 
     assert stranded
 
 
-def test_arp_and_neighbour_solicitations_are_answered_for_every_host(fresh: Bench) -> None:
+def test_arp_and_neighbour_solicitations_are_answered_for_every_host(fresh: SwitchBench) -> None:
     me, other = addresses(0), addresses(15)
     verdict, out = fresh.enter(host_slot(TREE, 0), packets.arp_request(me, other))
     assert verdict == kernel.XDP_REDIRECT
@@ -349,20 +350,20 @@ def test_arp_and_neighbour_solicitations_are_answered_for_every_host(fresh: Benc
     assert packets.checksum(ip[8:40] + struct.pack(">II", len(nd), packets.ICMPV6) + nd) == 0
 
 
-def test_a_host_cannot_speak_in_the_name_of_another(fresh: Bench) -> None:
+def test_a_host_cannot_speak_in_the_name_of_another(fresh: SwitchBench) -> None:
     before = counted(fresh, "drop spoofed")
     verdict, _ = fresh.enter(host_slot(TREE, 0), packets.udp(addresses(2), addresses(3), sport=1, dport=1))
     assert verdict == kernel.XDP_DROP and counted(fresh, "drop spoofed") == before + 1
 
 
-def test_what_is_not_for_the_fabric_is_dropped_and_counted(fresh: Bench) -> None:
+def test_what_is_not_for_the_fabric_is_dropped_and_counted(fresh: SwitchBench) -> None:
     me, nobody = addresses(0), addresses(4000)
     cases = [
         (packets.arp_request(me, nobody), "drop unknown host"),
         (packets.udp(me, nobody, sport=1, dport=1), "drop unknown host"),
         (packets.neighbour_solicitation(me, addresses(15), unspecified=True), "drop other"),
         (packets.ethernet(me, addresses(1), 0x8899, b"x" * 60), "drop other"),
-        (packets.ethernet(me, addresses(1), tables.ETH_PROBE, b"x" * 60), "drop malformed"),
+        (packets.ethernet(me, addresses(1), structs.ETH_PROBE, b"x" * 60), "drop malformed"),
     ]
     for frame, why in cases:
         before = counted(fresh, why)
@@ -374,7 +375,7 @@ def test_what_is_not_for_the_fabric_is_dropped_and_counted(fresh: Bench) -> None
     assert verdict == kernel.XDP_DROP and counted(fresh, "drop malformed") == before + 1
 
 
-def test_a_probe_is_signed_by_every_switch_and_treated_like_its_packet(fresh: Bench) -> None:
+def test_a_probe_is_signed_by_every_switch_and_treated_like_its_packet(fresh: SwitchBench) -> None:
     for v6 in (False, True):
         frame = packets.udp(addresses(0), addresses(15), sport=5, dport=7, payload=b"x", v6=v6)
         plain, probed = fresh.send(0, 15, packet=frame), fresh.send(0, 15, packet=packets.probe(frame, (3, 4)))

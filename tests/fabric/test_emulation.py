@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 
 from dovetail.core.errors import Error
-from dovetail.fabric import check, emulate, netns, oracle, shapes
+from dovetail.fabric import check, emulation, netns
 from dovetail.fabric.dataplane import GRACE, addresses
-from dovetail.fabric.heartbeat import Heartbeat
+from dovetail.fabric.heartbeat import HeartbeatSender
 from dovetail.fabric.hooks import HOOKS, TC, TC_MTU, XDP
+from dovetail.fabric.routing import oracle, shapes
+from dovetail.fabric.routing.policy import compile_policy
+from dovetail.fabric.routing.topology import Link, Topology
 
 from .traffic import sockets, transfer
 
@@ -31,14 +34,14 @@ POLICY = {
 
 
 @pytest.fixture(scope="module", params=HOOKS)
-def shared(request: pytest.FixtureRequest) -> Iterator[emulate.Fabric]:
-    with emulate.temporary(TREE, POLICY, hook=request.param) as made:
+def shared(request: pytest.FixtureRequest) -> Iterator[emulation.Fabric]:
+    with emulation.temporary(TREE, POLICY, hook=request.param) as made:
         assert made.plane.hook == request.param
         yield made
 
 
 @pytest.fixture
-def fabric(shared: emulate.Fabric) -> Iterator[emulate.Fabric]:
+def fabric(shared: emulation.Fabric) -> Iterator[emulation.Fabric]:
     yield shared
     for link in shared.failed():
         shared.heal(link)
@@ -46,7 +49,12 @@ def fabric(shared: emulate.Fabric) -> Iterator[emulate.Fabric]:
         shared.use(POLICY)
 
 
-def checksum_errors(f: emulate.Fabric, host: int) -> int:
+def walk_of_stream(f: emulation.Fabric) -> tuple[int, ...]:
+    """The way of datagrams from h0, port 20000, to h15, port 7000; the prober counts flows from port 1024."""
+    return check.find_walk(f, 0, 15, flow=20000 - 1024, port=7000)
+
+
+def checksum_errors(f: emulation.Fabric, host: int) -> int:
     with netns.inside(f.names.host(host)):
         text = Path("/proc/thread-self/net/snmp").read_text()
     head, values = [line.split()[1:] for line in text.splitlines() if line.startswith("Tcp:")]
@@ -54,7 +62,7 @@ def checksum_errors(f: emulate.Fabric, host: int) -> int:
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_tcp_arrives_intact_with_right_checksums(fabric: emulate.Fabric, family: int) -> None:
+def test_tcp_arrives_intact_with_right_checksums(fabric: emulation.Fabric, family: int) -> None:
     data = random.Random(1).randbytes(1 << 20)
     assert transfer(fabric, 0, 15, data, family) == data
     assert transfer(fabric, 15, 1, data, family) == data
@@ -67,7 +75,7 @@ def test_tcp_arrives_intact_with_right_checksums(fabric: emulate.Fabric, family:
 def test_full_sized_packets_pass_unfragmented(mtu: int, hook: str) -> None:
     """A host's MTU is what the topology says; the links inside are wider by the header."""
     line = shapes.ring(3, mtu=mtu)
-    with emulate.temporary(line, hook=hook) as f:
+    with emulation.temporary(line, hook=hook) as f:
         assert f.plane.hook == (hook or XDP)
         a, b = (sockets(f, h, socket.AF_INET, socket.SOCK_DGRAM) for h in (0, 1))
         with contextlib.closing(a), contextlib.closing(b):
@@ -84,7 +92,7 @@ def test_full_sized_packets_pass_unfragmented(mtu: int, hook: str) -> None:
             assert b.recv(65536) == longer
 
 
-def test_every_pair_agrees_with_the_oracle_while_links_break(fabric: emulate.Fabric) -> None:
+def test_every_pair_agrees_with_the_oracle_while_links_break(fabric: emulation.Fabric) -> None:
     rng = random.Random(3)
     with check.Prober(fabric) as prober:
         for n in (0, 1, 3, 5):
@@ -99,7 +107,7 @@ def test_every_pair_agrees_with_the_oracle_while_links_break(fabric: emulate.Fab
 
 
 def test_a_link_that_comes_back_during_a_check_is_no_violation(
-    fabric: emulate.Fabric, monkeypatch: pytest.MonkeyPatch
+    fabric: emulation.Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = [frozenset(range(len(TREE.links))), frozenset[int]()]  # as read just before and after it has its carrier
     monkeypatch.setattr(fabric, "failed", lambda: seen.pop(0) if len(seen) > 1 else seen[0])
@@ -111,7 +119,7 @@ def test_a_link_that_comes_back_during_a_check_is_no_violation(
         check.check(fabric, flows=1, most=5)
 
 
-def test_check_probes_classes_of_one_port_and_notices_what_is_not_in_force(fabric: emulate.Fabric) -> None:
+def test_check_probes_classes_of_one_port_and_notices_what_is_not_in_force(fabric: emulation.Fabric) -> None:
     document = {
         "classes": [
             {"from": "h0", "to": "h15", "port": 29500, "via": "core0"},
@@ -123,21 +131,21 @@ def test_check_probes_classes_of_one_port_and_notices_what_is_not_in_force(fabri
     assert "core0" in check.trace(fabric, 0, 15, port=29500).walk
     report = check.check(fabric, flows=4)
     assert report.holds and report.probes == 4 * (16 * 15 + 2)
-    fabric.plane.install(TREE, emulate.compile_policy({}, TREE))  # behind its back
+    fabric.plane.install(TREE, compile_policy({}, TREE))  # behind its back
     report = check.check(fabric, flows=4)
     assert not report.holds and not report.loops and not report.lost
     assert {v.split(":")[0] for v in report.violations} <= {"h0 to h15", "h15 to h0"} and report.violations
     assert {v.split(":")[0] for v in report.less_preferred} <= {"h4 to h12", "h12 to h4"} and report.less_preferred
 
 
-def test_no_datagram_is_lost_when_a_link_loses_its_carrier(fabric: emulate.Fabric) -> None:
+def test_no_datagram_is_lost_when_a_link_loses_its_carrier(fabric: emulation.Fabric) -> None:
     """Datagrams one at a time, a link of their path cut between two of them: the next one already goes another way."""
     a, b = (sockets(fabric, h, socket.AF_INET, socket.SOCK_DGRAM) for h in (0, 15))
     with contextlib.closing(a), contextlib.closing(b):
         b.bind(("", 7000))
         a.bind(("", 20000))
         for position in range(4):
-            walk = fabric.path(0, 15, 20000, 7000)
+            walk = walk_of_stream(fabric)
             link = TREE.link_index[frozenset(walk[position : position + 2])]
             for n in range(20):
                 if n == 10:
@@ -147,7 +155,7 @@ def test_no_datagram_is_lost_when_a_link_loses_its_carrier(fabric: emulate.Fabri
             fabric.heal(link)
 
 
-def test_a_tcp_stream_survives_a_cut_of_its_path(fabric: emulate.Fabric) -> None:
+def test_a_tcp_stream_survives_a_cut_of_its_path(fabric: emulation.Fabric) -> None:
     data = random.Random(2).randbytes(8 << 20)
     stop = threading.Event()
 
@@ -168,13 +176,13 @@ def test_a_tcp_stream_survives_a_cut_of_its_path(fabric: emulate.Fabric) -> None
         breaker.join(10)
 
 
-def test_a_policy_changes_without_a_window(fabric: emulate.Fabric) -> None:
+def test_a_policy_changes_without_a_window(fabric: emulation.Fabric) -> None:
     """Probes run while the waypoint changes to and fro: each walk obeys one of the two policies, none is lost.
 
     A change comes whenever a whole batch was sent and received since the last one: no probe is on its way through two.
     """
     documents = [{"classes": [{"from": "h0", "to": "h15", "via": core}]} for core in ("core0", "core3")]
-    policies = [emulate.compile_policy(document, TREE) for document in documents]
+    policies = [compile_policy(document, TREE) for document in documents]
     fabric.use(documents[0])
     batches, changes = 0, 0
     quiet, stop = threading.Condition(), threading.Event()
@@ -211,7 +219,7 @@ def test_a_policy_changes_without_a_window(fabric: emulate.Fabric) -> None:
     assert {(True, False), (False, True)} <= obeyed
 
 
-def test_changes_in_quick_succession_wait_for_the_packets_under_way(fabric: emulate.Fabric) -> None:
+def test_changes_in_quick_succession_wait_for_the_packets_under_way(fabric: emulation.Fabric) -> None:
     changed = []
     for document in ({}, POLICY):
         fabric.use(document)
@@ -219,22 +227,22 @@ def test_changes_in_quick_succession_wait_for_the_packets_under_way(fabric: emul
     assert changed[1] - changed[0] >= GRACE * 1e9
 
 
-def test_silent_and_one_way_failures_are_found_by_missing_heartbeats(fabric: emulate.Fabric) -> None:
-    found = emulate.find(fabric.name)  # as another process finds it: by what the ports' programs hold
-    beat = Heartbeat(found, misses=3)
+def test_silent_and_one_way_failures_are_found_by_missing_heartbeats(fabric: emulation.Fabric) -> None:
+    found = emulation.find(fabric.name)  # as another process finds it: by what the ports' programs hold
+    beat = HeartbeatSender(found, misses=3)
     beat._thread = threading.Thread(target=lambda: None)  # rounds are made by hand here
     beat.start()
     try:
         for how in ("silent", "one-way"):
-            walk = fabric.path(0, 15, 20000, 7000)
+            walk = walk_of_stream(fabric)
             link = TREE.link_index[frozenset(walk[2:4])]
             end = 0 if TREE.links[link].a == walk[3] else 1  # frames vanish on arrival at the far end
             fabric.fail(link, how=how, end=end)
-            assert fabric.path(0, 15, 20000, 7000) == ()  # nobody can know yet
+            assert walk_of_stream(fabric) == ()  # nobody can know yet
             for _ in range(200):
                 beat.round()
                 time.sleep(0.005)
-                if fabric.path(0, 15, 20000, 7000):
+                if walk_of_stream(fabric):
                     break
             else:
                 pytest.fail("the switches did not learn of it")
@@ -243,7 +251,7 @@ def test_silent_and_one_way_failures_are_found_by_missing_heartbeats(fabric: emu
                 beat.round()
                 time.sleep(0.005)
                 fabric.plane.forget(TREE)
-                if fabric.path(0, 15, 20000, 7000) == walk:
+                if walk_of_stream(fabric) == walk:
                     break
             else:
                 pytest.fail("the link is not used again")
@@ -255,24 +263,22 @@ def test_silent_and_one_way_failures_are_found_by_missing_heartbeats(fabric: emu
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_rate_limits_a_link(hook: str) -> None:
     slow = shapes.ring(3)
-    slow = emulate.Topology(
-        slow.name, slow.switches, tuple(emulate.Link(k.a, k.b, 2e6) for k in slow.links), slow.hosts
-    )
-    with emulate.temporary(slow, hook=hook) as f:
+    slow = Topology(slow.name, slow.switches, tuple(Link(k.a, k.b, 2e6) for k in slow.links), slow.hosts)
+    with emulation.temporary(slow, hook=hook) as f:
         begin = time.monotonic()
         assert len(transfer(f, 0, 1, bytes(400_000))) == 400_000
         assert time.monotonic() - begin > 0.12  # 0.4 MB at 2 MB/s, less what the queue holds
 
 
-def test_up_is_idempotent_and_refuses_another_topology(fabric: emulate.Fabric) -> None:
+def test_up_is_idempotent_and_refuses_another_topology(fabric: emulation.Fabric) -> None:
     before = fabric.plane.config()["generation"]
-    again = emulate.up(TREE, POLICY, name=fabric.name)
+    again = emulation.up(TREE, POLICY, name=fabric.name)
     try:
         assert again.names == fabric.names
         assert again.plane.config()["generation"] == before + 1
     finally:
         again.close()
     with pytest.raises(Error, match="is up with another topology"):
-        emulate.up(shapes.ring(3), name=fabric.name)
+        emulation.up(shapes.ring(3), name=fabric.name)
     with pytest.raises(Error, match="fabric name: expected"):
-        emulate.up(TREE, name="../x")
+        emulation.up(TREE, name="../x")

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from dovetail.core.errors import Error
-from dovetail.fabric import emulate, hooks, kernel, netns, shapes
+from dovetail.fabric import emulation, hooks, kernel, netns
+from dovetail.fabric.lock import RUN, FabricLock
+from dovetail.fabric.routing import shapes
+from dovetail.fabric.wiring import Names
 
 pytestmark = pytest.mark.root
 TREE = shapes.fat_tree(4, hosts=2)
@@ -68,75 +71,80 @@ def test_down_cleans_up_after_a_kill_and_touches_nothing_else() -> None:
     name, stranger = f"k{os.getpid()}", f"dovetail-test-{os.getpid()}"
     subprocess.run(["ip", "netns", "add", stranger], check=True)
     script = (
-        "from dovetail.fabric import emulate, shapes\n"
-        f"f = emulate.up(shapes.fat_tree(8), name={name!r})\n"
+        "from dovetail.fabric import emulation\n"
+        "from dovetail.fabric.routing import shapes\n"
+        f"f = emulation.up(shapes.fat_tree(8), name={name!r})\n"
         "f.run(0, ['sleep', '1000']); print('up', flush=True)\n"
         "import time; time.sleep(1000)\n"
     )
     try:
-        for wait in (0.6, 0.75, 0.9, None):
+        for made in (1, 60, 112, None):  # namespaces when it is killed; there are 112 in all, devices come after them
             child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-            if wait is None:
+            if made is None:
                 assert child.stdout and child.stdout.readline() == "up\n"
             else:
-                time.sleep(wait)  # wherever it is by then
+                end = time.monotonic() + 60
+                while len(netns.named(f"dvf-{name}-")) < made:
+                    assert time.monotonic() < end
+                    time.sleep(0.002)
             child.send_signal(signal.SIGKILL)
             child.wait()
             assert child.stdout
             child.stdout.close()
             names = netns.named(f"dvf-{name}-")
             inside = netns.processes_in(names)
-            emulate.down(name)
+            emulation.down(name)
             assert not netns.named(f"dvf-{name}-")
             assert not [pid for pid in inside if alive(pid)]
         assert (netns.WHERE / stranger).exists()
-        assert not (emulate.RUN / f"{name}.json").exists()
+        assert not (RUN / f"{name}.json").exists()
     finally:
-        emulate.down(name)
+        emulation.down(name)
         subprocess.run(["ip", "netns", "del", stranger], check=True)
 
 
 def test_down_finds_what_a_kill_left_half_written_and_nothing_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     name, stranger = f"l{os.getpid()}", f"dvf-Stranger-{os.getpid()}"
-    emulate.RUN.mkdir(parents=True, exist_ok=True)
-    torn = emulate.RUN / f".{name}.json.torn.json"
+    RUN.mkdir(parents=True, exist_ok=True)
+    torn = RUN / f".{name}.json.torn.json"
     torn.write_text("{")
     for namespace in (f"dvf-{name}-1-s0", stranger):
         subprocess.run(["ip", "netns", "add", namespace], check=True)
     try:
-        assert name not in emulate.running() and name in emulate.standing()
-        assert all(emulate._NAME.fullmatch(n) for n in emulate.standing())
+        assert name not in emulation.running() and name in emulation.standing()
+        assert all(emulation._NAME.fullmatch(n) for n in emulation.standing())
         with monkeypatch.context() as someone:
             someone.setattr(os, "geteuid", lambda: 1000)
             with pytest.raises(Error, match="needs root"):
-                emulate.down(name)
-        assert emulate.down(name) == 1
-        assert not torn.exists() and name not in emulate.standing()
+                emulation.down(name)
+        assert emulation.down(name) == 1
+        assert not torn.exists() and name not in emulation.standing()
         assert (netns.WHERE / stranger).exists()
     finally:
-        emulate.down(name)
+        emulation.down(name)
         subprocess.run(["ip", "netns", "del", stranger], check=True)
 
 
 def test_two_processes_do_not_build_one_fabric() -> None:
     name = f"b{os.getpid()}"
     ring = shapes.ring(3)
-    emulate._remember(emulate.Names(name, f"{name}-{os.getppid()}"), ring, {}, "building")
+    with FabricLock(name).held():
+        emulation._write(Names(name, f"{name}-{os.getppid()}"), ring, {}, "building")
     try:
         with pytest.raises(Error, match=rf"is being built by process {os.getppid()}"):
-            emulate.up(ring, name=name)
+            emulation.up(ring, name=name)
     finally:
-        emulate.down(name)
+        emulation.down(name)
 
 
 def test_a_program_that_cannot_be_loaded_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise Error("no")
 
-    monkeypatch.setattr(kernel, "Object", refused)
+    monkeypatch.setattr(kernel, "BpfObject", refused)
     with pytest.raises(Error, match="no"):
-        emulate.up(TREE, name="refused")
-    assert "refused" not in emulate.standing()
+        emulation.up(TREE, name="refused")
+    assert "refused" not in emulation.standing()
 
 
 def test_compiled_programs_are_kept_where_only_their_user_can_put_them(
@@ -144,19 +152,19 @@ def test_compiled_programs_are_kept_where_only_their_user_can_put_them(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # as some `sudo` leaves it
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert tmp_path not in kernel._cache().parents
+    assert tmp_path not in kernel.compiled_programs().parents
     foreign = tmp_path / "dovetail" / "bpf"
     foreign.mkdir(parents=True)
     os.chown(foreign, 1000, 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(Error, match="belongs to another user"):
-        kernel._cache()
+        kernel.compiled_programs()
 
 
 def test_nothing_is_built_for_a_policy_that_contradicts_itself() -> None:
     with pytest.raises(Error, match="contradict"):
-        emulate.up(TREE, {"classes": [{"from": "h0", "to": "h15", "via": "core0", "avoid": "core0"}]}, name="never")
-    assert not netns.named("dvf-never-") and "never" not in emulate.running()
+        emulation.up(TREE, {"classes": [{"from": "h0", "to": "h15", "via": "core0", "avoid": "core0"}]}, name="never")
+    assert not netns.named("dvf-never-") and "never" not in emulation.running()
 
 
 def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,5 +173,5 @@ def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hooks, "attach", broken)
     with pytest.raises(Error, match="no"):
-        emulate.up(TREE, name="broken")
-    assert not netns.named("dvf-broken-") and "broken" not in emulate.running()
+        emulation.up(TREE, name="broken")
+    assert not netns.named("dvf-broken-") and "broken" not in emulation.running()

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.fabric import kernel, shapes
+from dovetail.fabric import kernel
 from dovetail.fabric.hooks import HOOKS
-from dovetail.fabric.runner import bench
+from dovetail.fabric.routing import shapes
 
 from .cases import torture
+from .switch_bench import bench
 
 pytestmark = pytest.mark.root
 

@@ -6,18 +6,18 @@ import contextlib
 import socket
 import threading
 
-from dovetail.fabric import emulate, netns
+from dovetail.fabric import emulation, netns
 from dovetail.fabric.dataplane import addresses
 
 
-def sockets(f: emulate.Fabric, host: int, family: int, kind: int) -> socket.socket:
+def sockets(f: emulation.Fabric, host: int, family: int, kind: int) -> socket.socket:
     with netns.inside(f.names.host(host)):
         made = socket.socket(family, kind)
     made.settimeout(60)
     return made
 
 
-def transfer(f: emulate.Fabric, a: int, b: int, data: bytes, family: int = socket.AF_INET) -> bytes:
+def transfer(f: emulation.Fabric, a: int, b: int, data: bytes, family: int = socket.AF_INET) -> bytes:
     """Sends bytes over TCP from host to host."""
     server = sockets(f, b, family, socket.SOCK_STREAM)
     client = sockets(f, a, family, socket.SOCK_STREAM)

@@ -10,7 +10,7 @@ from torch import nn
 
 from dovetail.core import files
 from dovetail.core.profile import Profile
-from dovetail.measure import profiler
+from dovetail.measure import profile
 from dovetail.measure.clock import Clock
 
 
@@ -49,19 +49,20 @@ class Slow(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        per_sample = self.seconds
-        return Work.apply(x * self.weight, self.clock, per_sample[0] * len(x), per_sample[1] * len(x))
+        forward, backward = (seconds * len(x) for seconds in self.seconds)
+        return Work.apply(x * self.weight, self.clock, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def measured(model: nn.Module, batch: Any, *, clock: Clock | None = None, **options: Any) -> Profile:
     """A profile in few steps, checked and stored and read on the way."""
-    found = profiler(model, batch, steps=options.pop("steps", 3), warmup=1, clock=clock, **options)
+    found = profile(model, batch, steps=options.pop("steps", 3), warmup=1, clock=clock, **options)
     found.check()
     assert files.decode(files.encode(found), Profile) == found
     assert found.tensors[-1].ready <= sum(layer.backward(found.batch) for layer in found.layers) + 1e-12
     return found
 
 
-def times(found: Profile, batch: int | None = None) -> dict[str, tuple[float, float]]:
+def times(found: Profile, batch: int | None = None) -> dict[str, tuple[Any, Any]]:
+    """Forward and backward of every layer, to be compared approximately."""
     at = batch or found.batch
     return {layer.name: (pytest.approx(layer.forward(at)), pytest.approx(layer.backward(at))) for layer in found.layers}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.network import COLLECTIVES, Network
-from dovetail.measure import collectives
+from dovetail.measure import network
 
 RANK = """
 import sys, datetime
@@ -87,14 +87,14 @@ def test_three_ranks_share_messages_evenly_stop_where_the_budget_ends_and_believ
 
 def test_without_a_process_group_there_is_one_clear_line() -> None:
     with pytest.raises(Error, match="no process group to measure"):
-        collectives(max_bytes=1024)
+        network(max_bytes=1024)
 
 
 def test_a_world_of_one_gets_one_clear_line() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         with pytest.raises(Error, match="1 rank has no network to measure"):
-            collectives(max_bytes=1024)
+            network(max_bytes=1024)
     finally:
         dist.destroy_process_group()
 
@@ -105,14 +105,14 @@ def test_wrong_options_get_one_clear_line() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         with pytest.raises(Error, match="max_bytes: expected at least 1024, got 1000"):
-            collectives(max_bytes=1000)
+            network(max_bytes=1000)
         with pytest.raises(Error, match=r"collectives: expected some of all_reduce.*got broadcast"):
-            collectives(max_bytes=1024, collectives=("broadcast",))  # type: ignore[arg-type]
+            network(max_bytes=1024, collectives=("broadcast",))  # type: ignore[arg-type]
         with pytest.raises(Error, match=r"collectives: expected some of all_reduce.*got none"):
-            collectives(max_bytes=1024, collectives=())
+            network(max_bytes=1024, collectives=())
         with pytest.raises(Error, match="repeats: expected at least 3, got 2"):
-            collectives(max_bytes=1024, repeats=2)
-        found = collectives(max_bytes=4096, repeats=3, device=torch.device("cpu"))
+            network(max_bytes=1024, repeats=2)
+        found = network(max_bytes=4096, repeats=3, device=torch.device("cpu"))
         assert (found.ranks, found.name) == (4, "fake-4")
     finally:
         dist.destroy_process_group()

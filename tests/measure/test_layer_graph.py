@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from dovetail.core.errors import Error
-from dovetail.measure import load, profiler
+from dovetail.measure import load, profile
 from dovetail.measure.layer_graph import layer_graph, with_graph
+from dovetail.planning.burst import rules
 from dovetail.planning.burst.cost import ProfileCost
 from dovetail.planning.burst.graph import decompose
 from dovetail.planning.burst.planner import BurstPlanner
@@ -34,7 +35,7 @@ class Fork(nn.Module):
         b = self.right(x)
         b = self.inner(b) * b.sigmoid()
         mixed = self.mix(torch.cat([a, b], dim=1))
-        return self.head(mixed + x)
+        return self.head(mixed + x)  # type: ignore[no-any-return]
 
 
 class Stubborn(nn.Module):
@@ -55,22 +56,22 @@ def test_branches_skips_and_joins_are_seen() -> None:
 
 
 def test_a_profile_gets_the_edges_of_its_model() -> None:
-    made = profiler(Fork(), torch.randn(4, 8), steps=1, warmup=0, batches=[4])
+    made = profile(Fork(), torch.randn(4, 8), steps=1, warmup=0, batches=[4])
     forked = with_graph(made, Fork())
     assert (0, 5) in forked.edges and forked.layers == made.layers
     chain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    plain = profiler(chain, torch.randn(4, 4), steps=1, warmup=0, batches=[4])
+    plain = profile(chain, torch.randn(4, 4), steps=1, warmup=0, batches=[4])
     assert with_graph(plain, chain).edges == ()
 
 
 def test_a_residual_network_is_series_parallel() -> None:
     workload = load("resnet50")
-    made = profiler(workload.model, workload.make_batch(2), loss=workload.loss, steps=1, warmup=0, batches=[2])
+    made = profile(workload.model, workload.make_batch(2), loss=workload.loss, steps=1, warmup=0, batches=[2])
     forked = with_graph(made, workload.model)
     assert len(forked.edges) >= len(made.layers) + 15, "each of 16 blocks has a shortcut"
     assert decompose(len(made.layers), forked.edges).layers == len(made.layers)
     planner = BurstPlanner(forked, ProfileCost(forked, 16), 4)
-    assert planner.fastest().prediction.iteration <= planner.policy("best-dp").prediction.iteration * (1 + 1e-9)
+    assert planner.fastest().prediction.iteration <= rules.by_name(planner, "best-dp").prediction.iteration * (1 + 1e-9)
 
 
 def test_what_cannot_be_traced_gets_one_line() -> None:
@@ -88,7 +89,7 @@ def test_a_layer_that_runs_twice_is_refused() -> None:
             self.layer = shared
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.layer(x))
+            return self.layer(self.layer(x))  # type: ignore[no-any-return]
 
     with pytest.raises(Error, match="'layer' runs more than once"):
         layer_graph(Twice(), ["layer"])
@@ -104,6 +105,6 @@ def test_an_optional_argument_keeps_its_default() -> None:
             x = self.a(x)
             if mask is not None:
                 x = x * mask
-            return self.b(x)
+            return self.b(x)  # type: ignore[no-any-return]
 
     assert layer_graph(Optional(), ["a", "b"], inputs=["x"]) == tuple(pairwise(range(2)))

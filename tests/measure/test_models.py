@@ -10,10 +10,10 @@ import torch
 
 from dovetail.core.errors import Error, InputError, MissingExtra
 from dovetail.core.profile import Profile
-from dovetail.measure import load, profiler
+from dovetail.measure import load, profile
 
 needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (dovetail[examples])"
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (dovetail-train[examples])"
 )
 
 GOOD = """
@@ -51,7 +51,7 @@ def test_a_file_with_model_and_batch_is_a_workload(tmp_path: Path) -> None:
 def test_a_files_own_loss_is_used(tmp_path: Path) -> None:
     work = load(written(tmp_path, GOOD + "\ndef loss(output):\n    return output.sum()\n"))
     assert work.loss is not None
-    found = profiler(work.model, work.make_batch(2), loss=work.loss, steps=1, warmup=0)
+    found = profile(work.model, work.make_batch(2), loss=work.loss, steps=1, warmup=0)
     assert isinstance(found, Profile)
 
 
@@ -119,7 +119,7 @@ def test_a_folder_is_not_a_model(tmp_path: Path) -> None:
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
-    with pytest.raises(MissingExtra, match=r"hf:gpt2 needs dovetail\[examples\]"):
+    with pytest.raises(MissingExtra, match=r"hf:gpt2 needs dovetail-train\[examples\]"):
         load("hf:gpt2")
 
 
@@ -148,7 +148,7 @@ def test_resnet_50_has_its_published_size() -> None:
 )
 def test_hugging_face_models_profile_from_their_configuration(spec: str, tied: bool) -> None:
     work = load(spec)
-    found = profiler(work.model, work.make_batch(2), steps=1, warmup=0, batches=[2])
+    found = profile(work.model, work.make_batch(2), steps=1, warmup=0, batches=[2])
     found.check()
     assert {t.name for t in found.tensors} == {name for name, p in work.model.named_parameters() if p.requires_grad}
     if tied:

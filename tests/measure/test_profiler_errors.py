@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dovetail.core.errors import Error
-from dovetail.measure import profiler
+from dovetail.measure import profile
 
 
 def compiled() -> nn.Module:
@@ -48,5 +48,5 @@ X = torch.ones(2, 2)
 )
 def test_what_cannot_be_profiled_gets_one_clear_line(model: Any, batch: Any, options: Any, expected: str) -> None:
     with pytest.raises(Error, match=expected) as caught:
-        profiler(model(), batch, **options)
+        profile(model(), batch, **options)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""An environment as `pip install dovetail` makes it, without a network: the wheel, and its base packages by links."""
+"""An environment as `pip install dovetail-train` makes it, offline: the wheel, and its base packages by links."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def install(wheel: Path, folder: Path) -> Path:
     packages = Path(sysconfig.get_path("purelib", "venv", vars=scheme))
     pip = [sys.executable, "-m", "pip", "-q", "--python", str(python), "install", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--no-compile", str(wheel)], check=True, capture_output=True, timeout=120, cwd=folder)
-    (installed,) = packages.glob("dovetail-*.dist-info")
+    (installed,) = packages.glob("dovetail_train-*.dist-info")
     base = [r for r in Distribution.at(installed).requires or [] if "extra ==" not in r]
     for found in required(base).values():
         for top in {path.parts[0] for path in found.files or []} - {"..", "__pycache__"}:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import dovetail
 from dovetail.core import files
 from dovetail.view import example
-from dovetail.view.page.html import BUNDLE
+from tests.paths import ROOT
 
-from .base import ROOT, build_wheel, install
+from .base import build_wheel, install
 
 EXTRAS = ("view", "fabric", "cluster", "examples", "docs", "dev")
 
@@ -24,9 +25,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("hatchling", reason="building a wheel without a network needs hatchling (dovetail[dev])")
-    if not (BUNDLE / "app.js").exists():
-        pytest.skip("a wheel needs the page, which is not built (make page)")
+    pytest.importorskip("hatchling", reason="building a wheel without a network needs hatchling (dovetail-train[dev])")
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
@@ -57,16 +56,17 @@ def test_a_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> 
     files = {str(p.relative_to(package)) for p in (package / "dovetail").rglob("*") if p.is_file()}
     assert names == {name for name in files if "__pycache__" not in name and not name.endswith(".pyc")}
     page = {f"dovetail/view/page/bundle/{name}" for name in ("app.js", "app.css")}
-    plane = {"dovetail/fabric/bpf/frame.h", "dovetail/fabric/bpf/forward.h", "dovetail/fabric/tools/traffic.c"}
+    plane = {"dovetail/fabric/bpf/frame.h", "dovetail/fabric/bpf/forward.h"}
     assert {"dovetail/py.typed", "dovetail/data/small-cluster.csv", *page, *plane} <= names
     assert any(name.endswith(".bpf.c") for name in names)
 
 
-def test_a_wheel_names_its_extras_and_its_licence(wheel: Path) -> None:
+def test_a_wheel_names_itself_its_version_its_extras_and_its_licence(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         text = archive.read(metadata).decode()
         assert any(name.endswith("LICENSE") for name in archive.namelist())
+    assert {"Name: dovetail-train", f"Version: {dovetail.__version__}"} <= set(text.splitlines())
     assert {f"Provides-Extra: {extra}" for extra in EXTRAS} <= set(text.splitlines())
     assert len([line for line in text.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]) == 5
 
@@ -108,7 +108,7 @@ def test_a_command_without_its_extra_names_it_in_one_line(words: list[str], extr
     done = run(*words)
     said = [line for line in done.stderr.splitlines() if not line.endswith("…")]  # progress
     assert done.returncode == 1 and len(said) == 1
-    assert said[0].startswith("dovetail: ") and said[0].endswith(f"pip install 'dovetail[{extra}]'")
+    assert said[0].startswith("dovetail: ") and said[0].endswith(f"pip install 'dovetail-train[{extra}]'")
 
 
 WALK = """
@@ -127,7 +127,7 @@ for module in pkgutil.walk_packages(dovetail.__path__, "dovetail.", onerror=lamb
 SERVER = {
     "dovetail.cluster.web.api": "fastapi",
     "dovetail.cluster.service": "uvicorn",
-    "dovetail.cluster.web.server": "fastapi",
+    "dovetail.cluster.web.page_server": "fastapi",
 }
 """What runs inside `dovetail cluster up`, which has looked for both before."""
 

@@ -9,6 +9,7 @@ import pytest
 from dovetail.core.batch_law import law
 from dovetail.core.profile import Profile
 from dovetail.measure.layer_table import read_layer_table
+from dovetail.planning.burst import rules
 from dovetail.planning.burst.cost import ProfileCost
 from dovetail.planning.burst.planner import BurstPlanner
 
@@ -62,7 +63,7 @@ def planner(profile: Profile, batch: int, devices: int = 8) -> BurstPlanner:
 def test_published_layer_times_give_the_reference_figures(
     profiles: dict[str, Profile], model: str, batch: int, devices: int, policy: str, limit: float | None, ms: float
 ) -> None:
-    found = planner(profiles[model], batch, devices).policy(policy, amplification=limit)
+    found = rules.by_name(planner(profiles[model], batch, devices), policy, amplification=limit)
     assert found.prediction.iteration * 1e3 == pytest.approx(ms, abs=0.006)
 
 
@@ -78,7 +79,7 @@ def test_one_device_takes_what_the_published_rows_add_up_to(profiles: dict[str, 
 def test_the_fastest_plan_and_the_freed_devices_of_vgg(profiles: dict[str, Profile]) -> None:
     vgg = planner(profiles["vgg"], 32)
     assert vgg.fastest().prediction.amplification == pytest.approx(1.35, abs=0.005)
-    same_speed = vgg.cheapest(iteration=vgg.policy("dp:8").prediction.iteration).prediction
+    same_speed = vgg.cheapest(iteration=rules.by_name(vgg, "dp:8").prediction.iteration).prediction
     assert 8 - same_speed.device_time / same_speed.iteration == pytest.approx(3.6, abs=0.05)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.pack import ClusterSize
 from dovetail.planning.sharing.policies import policy
 from dovetail.simulate.cluster import report, simulate
 from dovetail.simulate.traces import read_trace
@@ -44,7 +44,7 @@ def test_all_of_philly_runs_on_2048_devices_and_gains_nothing_there(reference_da
     """At a fifth of the cluster's capacity nobody waits: sharing changes nothing, and must harm nobody."""
     jobs = [j.with_depths("ladder") for j in read_trace(reference_data / "traces/philly/philly.csv").jobs]
     began = time.process_time()
-    outcome = simulate(jobs, Cluster(devices=2048), policy("jigsaw"))
+    outcome = simulate(jobs, ClusterSize(devices=2048), policy("jigsaw"))
     assert time.process_time() - began < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # kilobytes
     found = report(outcome)
@@ -54,7 +54,7 @@ def test_all_of_philly_runs_on_2048_devices_and_gains_nothing_there(reference_da
 
 def test_muri_at_full_load_gains_from_sharing(reference_data: Path) -> None:
     jobs = read_trace(reference_data / "traces/muri/trace1.csv").jobs
-    gang = report(simulate(jobs, Cluster(devices=128), policy("gang-fifo-backfill")))
-    shared = report(simulate([j.with_depths("ladder") for j in jobs], Cluster(devices=128), policy("jigsaw")))
+    gang = report(simulate(jobs, ClusterSize(devices=128), policy("gang-fifo-backfill")))
+    shared = report(simulate([j.with_depths("ladder") for j in jobs], ClusterSize(devices=128), policy("jigsaw")))
     assert shared.makespan < 0.9 * gang.makespan
     assert shared.all.mean < 0.5 * gang.all.mean

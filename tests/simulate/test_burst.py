@@ -1,9 +1,10 @@
-"""The predicted timeline of a burst step: what runs where and when, and which gaps are left."""
+"""The predicted timeline of a burst iteration: what runs where and when, and which gaps are left."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from dovetail.core.burst_plan import BurstPlan, BurstPrediction
 from dovetail.core.errors import Error
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
-from dovetail.core.sample_layout import Layout, block_layout, busiest, move, moved, next_layout, parts
+from dovetail.core.sample_layout import SampleLayout, block_layout, busiest, move, moved, next_layout, parts
 from dovetail.core.timeline import Timeline
 from dovetail.planning.burst.cost import Links, ProfileCost, moved_samples
 from dovetail.planning.burst.planner import BurstPlanner
@@ -56,11 +57,11 @@ def plan(counts: list[int], batch: int, devices: int) -> BurstPlan:
     )
 
 
-def spans(timeline: Timeline, track: str, kind: str) -> list[tuple[str, float, float]]:
+def spans(timeline: Timeline, track: str, kind: str) -> list[tuple[Any, ...]]:
     return [(s.name, s.start, s.stop) for s in timeline.spans if s.track == track and s.kind == kind]
 
 
-def test_a_step_on_paper_by_hand() -> None:
+def test_an_iteration_is_what_a_calculation_by_hand_gives() -> None:
     """Two layers, batch 4: the first on two devices, the second on one. Forward 3, two samples of 40 bytes move in
     1.05 s, forward 5, backward 10, back 1.05 s, backward 6, and the first layer's 10 bytes of gradient in 0.6 s."""
     timeline = simulate_burst(plan([2, 1], 4, 3), profile(2), LINKS)
@@ -96,7 +97,7 @@ def test_busy_and_idle_time_fill_every_device(counts: list[int], batch: int) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=5))
-def test_without_gradients_to_sum_it_is_what_the_planner_predicts(counts: list[int]) -> None:
+def test_without_gradients_the_timeline_lasts_as_long_as_the_planner_predicts(counts: list[int]) -> None:
     model = profile(len(counts), parameters=0)
     planner = BurstPlanner(model, ProfileCost(model, 8, wires=LINKS), 4)
     expected = planner.predict(counts).prediction.iteration
@@ -127,7 +128,7 @@ def test_two_sums_at_once_lose_what_crowding_costs_and_a_third_waits() -> None:
     """Three layers on two ranks, each with a sum of 20 s and 3 s of backward: the first two share from the start of the
     second until it is their turn to end; the third begins when the first has ended."""
 
-    def sums(links: Links) -> list[tuple[float, float]]:
+    def sums(links: Links) -> list[tuple[Any, Any]]:
         timeline = simulate_burst(plan([2, 2, 2], 2, 2), profile(3, parameters=2000), links, bucket_bytes=1)
         found = spans(timeline, "rank 0/network", "communication")
         return sorted((start, stop) for _, start, stop in found)
@@ -156,7 +157,7 @@ def test_a_plan_for_other_layers_is_refused() -> None:
 ranks = st.sets(st.integers(0, 5), min_size=1).map(lambda s: tuple(sorted(s)))
 
 
-def fewest(before: Layout, after: tuple[int, ...]) -> int:
+def fewest(before: SampleLayout, after: tuple[int, ...]) -> int:
     """By trying all sizes: how few samples can move if the sizes differ by one at most."""
     each, more = divmod(before.batch, len(after))
     best = math.inf

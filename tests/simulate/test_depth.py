@@ -1,4 +1,4 @@
-"""The timeline of a step of partial depth agrees with the plan that predicts it."""
+"""The timeline of an iteration of partial depth agrees with the plan that predicts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.planning.depth.planner import Device, described, plan
+from dovetail.planning.depth.planner import POLICIES, WorkerDevice, plan
 from dovetail.simulate.depth import savings, simulate_depth
 from dovetail.view import units
 from dovetail.view.timeline import headline
@@ -20,7 +20,7 @@ NETWORK = made_network(0.1, 1e-4)
 
 
 @pytest.mark.parametrize("policy", ["full", "ladder", "balanced", "late-ladder"])
-def test_every_worker_computes_as_long_as_predicted_and_the_step_ends_with_the_slowest(policy: str) -> None:
+def test_every_worker_computes_as_long_as_predicted_and_the_iteration_ends_with_the_slowest(policy: str) -> None:
     chosen = plan(PROFILE, NETWORK, workers=4, policy=policy)
     timeline = simulate_depth(chosen, PROFILE, NETWORK)
     timeline.check()
@@ -31,14 +31,11 @@ def test_every_worker_computes_as_long_as_predicted_and_the_step_ends_with_the_s
         for kind, seconds in (("forward", prediction.forward), ("backward", prediction.backward)):
             assert sum(s.duration for s in own if s.kind == kind) == pytest.approx(seconds)
         assert len([s for s in own if s.kind == "backward"]) == phase.depths[worker]
-        assert max(s.stop for s in own) == pytest.approx(phase.iteration), "who is done waits"
+        assert max(s.stop for s in own) == pytest.approx(phase.iteration), "a worker that is done waits"
         assert all(a.stop == pytest.approx(b.start) for a, b in itertools.pairwise(own))
 
 
-POLICIES = [name for name, _ in described() if ":" not in name]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", list(POLICIES))
 @given(
     layers=st.lists(
         st.tuples(st.integers(1, 10_000), st.floats(0.0, 10.0), st.floats(0.0, 10.0)), min_size=1, max_size=6
@@ -53,7 +50,7 @@ def test_a_plan_predicts_exactly_what_its_timeline_shows(
     sizes, backward, forward = (list(column) for column in zip(*layers, strict=True))
     profile = made_profile(sizes, backward, forward=forward, late=late)
     network = made_network(0.01, seconds_per_byte)
-    chosen = plan(profile, network, policy=policy, devices=[Device(speed=speed) for speed in speeds])
+    chosen = plan(profile, network, policy=policy, devices=[WorkerDevice(speed=speed) for speed in speeds])
     for i, phase in enumerate(chosen.phases):
         assert simulate_depth(chosen, profile, network, phase=i).duration == phase.iteration
 
@@ -66,7 +63,7 @@ def test_a_small_head_does_not_lengthen_what_is_predicted_of_balanced_batches() 
     assert phase.iteration == max(w.forward + w.backward for w in phase.workers)
 
 
-def test_gradients_leave_segment_by_segment_once_all_contributors_have_them() -> None:
+def test_gradients_are_sent_segment_by_segment_once_all_contributors_have_them() -> None:
     chosen = plan(PROFILE, NETWORK, workers=4, policy="ladder")
     timeline = simulate_depth(chosen, PROFILE, NETWORK)
     sent = [s for s in timeline.spans if s.kind == "communication"]
@@ -104,7 +101,7 @@ def test_what_a_ladder_saves_is_the_mean_of_its_depths() -> None:
 
 
 def test_slow_devices_show_in_the_timeline() -> None:
-    devices = [Device(speed=0.5), Device()]
+    devices = [WorkerDevice(speed=0.5), WorkerDevice()]
     chosen = plan(PROFILE, NETWORK, policy="ladder", devices=devices)
     timeline = simulate_depth(chosen, PROFILE, NETWORK)
     slow = [s for s in timeline.spans if s.track == "rank 0/compute" and s.kind == "forward"]

@@ -1,4 +1,4 @@
-"""One iteration as a timeline: it ends when the plan says, and everything is where it belongs."""
+"""One iteration as a timeline: it ends when the plan says, every span is on its track, and it is said what hid what."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.core import files
 from dovetail.core.errors import Error
+from dovetail.core.network import Collective, Fit, Network
 from dovetail.core.profile import Profile
-from dovetail.core.timeline import Timeline
+from dovetail.core.timeline import Span, Timeline
 from dovetail.planning import plan
 from dovetail.planning.merge import stream as streams
 from dovetail.planning.merge.policies import COMPARED
 from dovetail.simulate import simulate
+from dovetail.simulate.iteration import hidden
+from dovetail.view import tracks
 from tests.planning.merge.oracle import made_network, made_profile
 
 PROFILE = made_profile([4000, 100, 2_000_000, 500, 9000], [0.02, 0.001, 0.03, 0.005, 0.01])
@@ -97,7 +100,7 @@ def test_one_worker_communicates_with_nobody() -> None:
     assert {s.track for s in timeline.spans} == {"rank 0/compute"}
 
 
-def test_what_is_emulated_says_so() -> None:
+def test_the_timeline_of_an_emulated_profile_is_called_emulated() -> None:
     profile = PROFILE.scaled(forward=1.0, backward=2.0)
     assert simulate(plan(profile, NETWORK), profile, NETWORK).emulated
 
@@ -126,3 +129,80 @@ def test_a_plan_for_another_model_is_refused_in_one_line() -> None:
             simulate(made, other, NETWORK)
         assert "\n" not in str(e.value)
         assert "make a plan from this profile" in str(e.value)
+
+
+def network(scatter: float, gather: float, latency: float = 1e-3) -> Network:
+    fits = {"all_reduce": scatter + gather, "reduce_scatter": scatter, "all_gather": gather}
+    return Network(
+        name="made",
+        ranks=4,
+        source="a test",
+        measured=False,
+        collectives={
+            name: Collective(fit=Fit(latency=latency, seconds_per_byte=b, error=0.0))  # type: ignore[misc]
+            for name, b in fits.items()
+        },
+    )
+
+
+@settings(max_examples=40)
+@given(
+    profiles(),
+    st.sampled_from(["auto", *COMPARED]),
+    st.sampled_from([1, 2, 64]),
+    st.sampled_from([0.0, 0.125]),
+    st.sampled_from([1e-9, 2e-9, 1e-8]),
+)
+def test_with_forward_overlap_too_the_timeline_lasts_as_long_as_the_plan_predicts(
+    profile: Profile, policy: str, workers: int, optimizer: float, gather: float
+) -> None:
+    net = network(2e-9, gather)
+    made = plan(profile, net, workers=workers, policy=policy, overlap="forward", optimizer=optimizer)
+    timeline = simulate(made, profile, net)
+    timeline.check()
+    assert timeline.duration == pytest.approx(made.prediction.iteration, rel=1e-12)
+    assert timeline.busy("forward") == pytest.approx(made.prediction.forward, abs=1e-9)
+    assert timeline.busy("backward") == pytest.approx(made.prediction.backward, abs=1e-9)
+    assert timeline.busy("optimizer") == pytest.approx(optimizer if made.bytes else 0.0, abs=1e-9)
+    for name in ("rank 0/compute", "rank 0/network"):
+        spans = sorted((s.start, s.stop) for s in timeline.spans if s.track == name)
+        assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(spans)), "one thing at a time"
+    assert files.decode(files.encode(timeline), Timeline) == timeline
+
+
+def spans(timeline: Timeline, prefix: str) -> dict[str, Span]:
+    return {s.name: s for s in timeline.spans if s.name.startswith(prefix)}
+
+
+def test_every_bucket_is_gathered_before_forward_needs_it_and_reduced_after_backward_made_it() -> None:
+    profile = made_profile([10, 20, 30], [1.0, 1.0, 1.0], forward=[1.0, 1.0, 1.0])
+    net = network(0.1, 0.2, latency=0.0)
+    timeline = simulate(plan(profile, net, policy="per-tensor", overlap="forward"), profile, net)
+    gathers, scatters = spans(timeline, "all-gather"), spans(timeline, "reduce-scatter")
+    assert list(gathers) == [f"all-gather {i} (1 tensor)" for i in (2, 1, 0)]
+    assert [t for s in gathers.values() for t in (s.start, s.stop)] == pytest.approx([0, 6, 6, 10, 10, 12])
+    waits = [s for s in timeline.spans if s.kind == "wait"]
+    assert [s.name for s in waits] == [f"wait for layer{i}" for i in (0, 1, 2)]
+    assert [t for s in waits for t in (s.start, s.stop)] == pytest.approx([0, 6, 7, 10, 11, 12])
+    assert [t for s in scatters.values() for t in (s.start, s.stop)] == pytest.approx([14, 15, 15, 17, 17, 20])
+    assert timeline.duration == pytest.approx(20.0)
+    assert tracks.exposed(timeline) == pytest.approx(14.0)
+
+
+def test_every_communication_is_listed_with_the_layers_it_hid_behind() -> None:
+    profile = made_profile([10, 10, 10], [1.0, 1.0, 1.0], forward=[2.0, 2.0, 2.0])
+    net = network(0.05, 0.1, latency=0.0)
+    timeline = simulate(plan(profile, net, policy="per-tensor", overlap="forward"), profile, net)
+    found = {h.span.name.partition(" (")[0]: h for h in hidden(timeline)}
+    assert found["all-gather 2"].behind == () and found["all-gather 2"].exposed == pytest.approx(1.0)
+    assert [s.name for s in found["all-gather 1"].behind] == ["layer0"]
+    assert [s.name for s in found["all-gather 0"].behind] == ["layer0"]
+    assert found["all-gather 0"].exposed == pytest.approx(0.0)
+    assert [s.kind for s in found["reduce-scatter 0"].behind] == ["backward"]
+    assert found["reduce-scatter 2"].exposed == pytest.approx(0.5)
+
+
+def test_with_forward_overlap_too_one_worker_communicates_with_nobody() -> None:
+    profile, net = made_profile([10, 10], [1.0, 1.0]), network(1e-9, 1e-9)
+    timeline = simulate(plan(profile, net, workers=1, overlap="forward"), profile, net)
+    assert {s.kind for s in timeline.spans} == {"forward", "backward"}

@@ -72,7 +72,7 @@ def in_ranks_accelerate() -> dict[str, Any]:
 
 
 def test_an_accelerator_keeps_what_it_was_told_and_all_ranks_follow_rank_0s_plan() -> None:
-    pytest.importorskip("accelerate", reason="needs dovetail[examples]")
+    pytest.importorskip("accelerate", reason="needs dovetail-train[examples]")
     first, second = run_ranks(in_ranks_accelerate)
     assert first["buckets"] == second["buckets"] == first["planned"]
     assert len(first["planned"]) == 3 and len(second["planned"]) == 2
@@ -122,7 +122,7 @@ def train_with_trainer(folder: str) -> dict[str, Any]:
 
 
 def test_a_trainer_follows_a_plan_and_refuses_one_that_it_cannot_follow(tmp_path: Any) -> None:
-    pytest.importorskip("transformers", reason="needs dovetail[examples]")
+    pytest.importorskip("transformers", reason="needs dovetail-train[examples]")
     for result in run_ranks(in_ranks_trainer, folder=str(tmp_path)):
         assert result["buckets"] == result["planned"]
         unused, other = result["refused"]
@@ -132,7 +132,7 @@ def test_a_trainer_follows_a_plan_and_refuses_one_that_it_cannot_follow(tmp_path
 
 @pytest.fixture
 def accelerator() -> Iterator[Any]:
-    accelerate = pytest.importorskip("accelerate", reason="needs dovetail[examples]")
+    accelerate = pytest.importorskip("accelerate", reason="needs dovetail-train[examples]")
     yield accelerate.Accelerator(cpu=True)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -22,7 +22,7 @@ from tests.cli.command import run
 
 from .pages import Seen, chromium, opened_file, watched
 
-pytest.importorskip("fastapi", reason="the cluster needs dovetail[cluster]")
+pytest.importorskip("fastapi", reason="the cluster needs dovetail-train[cluster]")
 
 JOB = """
 import torch

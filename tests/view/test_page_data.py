@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.job import Schedule
-from dovetail.core.timeline import Span, Timeline
+from dovetail.core.timeline import Span, SpanKind, Timeline
 from dovetail.planning.depth.planner import plan as depth_plan
 from dovetail.simulate.depth import simulate_depth
 from dovetail.view import example, palette, tracks, units
@@ -38,10 +38,9 @@ from dovetail.view.page import (
     sort,
 )
 from dovetail.view.page.columns import drawn, shared
-from dovetail.view.page.document import encode
+from dovetail.view.page.document import DrawnTimeline, encode
 from dovetail.view.page.fabric import places, split
 from dovetail.view.page.lead import bar
-from dovetail.view.page.pictures import Drawn
 from tests.cli.command import run, shell
 from tests.planning.merge.oracle import made_network, made_profile
 
@@ -50,11 +49,12 @@ from . import samples
 needs_bundle = pytest.mark.skipif(not (html.BUNDLE / "app.js").exists(), reason="the page is not built (make page)")
 
 
-def column(made: Drawn, name: str, dtype: str) -> list[float]:
-    return np.frombuffer(base64.b64decode(getattr(made.columns, name)), dtype=dtype).tolist()
+def column(made: DrawnTimeline, name: str, dtype: str) -> list[float]:
+    values: list[float] = np.frombuffer(base64.b64decode(getattr(made.columns, name)), dtype=dtype).tolist()
+    return values
 
 
-def cells(made: Drawn) -> list[tuple[str, str, str, float, float]]:
+def cells(made: DrawnTimeline) -> list[tuple[str, str, str, float, float]]:
     """(row, look, name, start, stop) as a browser reads them."""
     start, long = column(made, "start", "<f8"), column(made, "duration", "<f4")
     look, name = column(made, "look", "<u1"), column(made, "name", "<u4")
@@ -92,9 +92,13 @@ intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size
 def test_rows_are_sorted_never_overlap_and_lose_no_time(
     compute: list[tuple[int, int]], network: list[tuple[int, int]]
 ) -> None:
+    tracks: tuple[tuple[str, SpanKind, list[tuple[int, int]]], ...] = (
+        ("compute", "backward", compute),
+        ("network", "communication", network),
+    )
     spans = [
         Span(track=f"rank 0/{track}", name=track, kind=kind, start=float(a), stop=float(a + d))
-        for track, kind, found in (("compute", "backward", compute), ("network", "communication", network))
+        for track, kind, found in tracks
         for a, d in found
     ]
     made = drawn(Timeline(name="t", source="predicted", spans=tuple(spans)))

@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib", reason="pictures need the extra `view`")
 
 from matplotlib import image
 
-from dovetail.view.png import plan_png, scale_png, timeline_png
+from dovetail.view.png import Theme, plan_png, scale_png, timeline_png
 
 
 def share(path: Path, color: str) -> float:
@@ -54,6 +54,22 @@ def test_communication_hidden_by_computing_has_no_exposed_colour(tmp_path: Path)
     timeline_png([Timeline(name="t", source="predicted", spans=spans)], tmp_path / "t.png")
     assert share(tmp_path / "t.png", LOOKS["exposed"].color) == 0
     assert share(tmp_path / "t.png", LOOKS["communication"].color) > 0.02
+
+
+@pytest.mark.parametrize(("theme", "paper"), [("light", "#ffffff"), ("dark", "#0d1117")])
+def test_a_theme_changes_the_paper_and_leaves_the_kinds_their_colours(theme: Theme, paper: str, tmp_path: Path) -> None:
+    timeline_png(example.timelines(), tmp_path / "t.png", theme=theme)
+    plan_png(
+        example.profile(),
+        example.network(),
+        compare(example.profile(), example.network()),
+        tmp_path / "p.png",
+        theme=theme,
+    )
+    for name in ("t.png", "p.png"):
+        assert share(tmp_path / name, paper) > 0.4 and share(tmp_path / name, LOOKS["backward"].color) > 0.02
+    timeline_png(example.timelines(), tmp_path / "after.png")
+    assert share(tmp_path / "after.png", "#ffffff") > 0.4, "a theme lasts for one picture"
 
 
 def test_thousands_of_thin_spans_keep_their_colour(tmp_path: Path) -> None:
@@ -92,7 +108,7 @@ def test_nothing_to_draw_is_one_line_and_leaves_no_file(draw: object, tmp_path: 
 def test_without_matplotlib_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=r"dovetail\[view\]"):
+    with pytest.raises(MissingExtra, match=r"dovetail-train\[view\]"):
         timeline_png(example.timelines(), tmp_path / "t.png")
 
 

@@ -6,7 +6,7 @@ import { useHash, useLive } from "./live";
 import { Section } from "./parts";
 import { Compared, Depth, Network, Plan, Profile, Scale } from "./sections/job";
 import { Lead } from "./sections/lead";
-import { Burst, Fabric, Schedule, Study } from "./sections/places";
+import { Burst, Fabric, Schedule, Study } from "./sections/cluster";
 import { type Choice, useTheme } from "./theme";
 import { Timeline } from "./timeline/view";
 

@@ -1,7 +1,7 @@
 // A page that its server keeps up to date: asks for newer data, more rarely while nobody answers or nobody looks.
 
 import { useEffect, useState } from "preact/hooks";
-import type { Document, Drawn } from "./document";
+import type { Document, DrawnTimeline } from "./document";
 
 const REFRESH = 2000, LONGEST = 30000, PATIENCE = 10000; // milliseconds
 
@@ -57,7 +57,7 @@ const clock = () => new Date().toLocaleTimeString();
 function kept(old: Document, newer: Document): Document {
   const pictures = (d: Document) => [...d.timelines, ...d.plans.flatMap((p) => p.drawn), ...d.schedules.map((s) => s.drawn)];
   const before = pictures(old);
-  const same = (a: Drawn) => before.find((b) => b.title === a.title && b.columns.start === a.columns.start &&
+  const same = (a: DrawnTimeline) => before.find((b) => b.title === a.title && b.columns.start === a.columns.start &&
     b.columns.duration === a.columns.duration && b.columns.look === a.columns.look && b.names.join() === a.names.join()) ?? a;
   return {
     ...newer, timelines: newer.timelines.map(same), plans: newer.plans.map((p) => ({ ...p, drawn: p.drawn.map(same) })),

@@ -37,7 +37,7 @@ class Commands(TyperGroup):
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
         except BrokenPipeError:
-            # The reader has seen enough. Files are written before anything is printed, so nothing is lost.
+            # The reader of the pipe has closed it. Files are written before anything is printed, so nothing is lost.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
@@ -59,9 +59,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from dovetail import __version__
 
-        typer.echo(f"dovetail {version('dovetail')}")
+        typer.echo(f"dovetail {__version__}")
         raise typer.Exit()
 
 
@@ -109,9 +109,9 @@ def main() -> NoReturn:
 
 
 class Terminated(BaseException):
-    """A polite kill ends like an exception, so that temporary files and child processes go too.
+    """Raised on SIGTERM, so that temporary files and child processes are cleaned up as after any exception.
 
-    Not a SystemExit: those of a user's script are told as its failure.
+    It is no SystemExit, because a SystemExit of the user's script is reported as the script's failure.
     """
 
     def __init__(self, signum: int) -> None:

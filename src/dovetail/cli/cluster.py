@@ -1,4 +1,4 @@
-"""`dovetail cluster`: start a cluster, hand in jobs, look at them, ask why."""
+"""`dovetail cluster`: start a cluster, submit jobs, watch them, ask why one waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Many training jobs on shared devices: start a cluster, hand in jobs, look at them, ask why.",
+    help="Many training jobs on shared devices: start a cluster, submit jobs, watch them, ask why one waits.",
 )
 HomeOption = Annotated[
     Path | None,
@@ -35,12 +35,12 @@ HomeOption = Annotated[
 ]
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="A cluster on another machine; needs --token-file.")]
 Token = Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="The token of the cluster at --url.")]
-JobNumber = Annotated[int, typer.Argument(metavar="JOB", min=1, help="Its number.")]
+JobNumber = Annotated[int, typer.Argument(metavar="JOB", min=1, help="The job's number.")]
 
 
 def _client(home: Path | None, url: str, token_file: Path | None, **options: Any) -> Client:
     from dovetail.cluster.client import Client
-    from dovetail.cluster.up_down import read_token
+    from dovetail.cluster.home import read_token
 
     return Client(url or home, read_token(token_file) if token_file else "", **options)
 
@@ -48,20 +48,26 @@ def _client(home: Path | None, url: str, token_file: Path | None, **options: Any
 @app.command()
 def up(
     devices: Annotated[int, typer.Option(min=0, max=4096, help="Default: one per core, or 8 emulated ones.")] = 0,
-    emulated: Annotated[bool, typer.Option("--emulated", help="Devices that wait for profiled times.")] = False,
+    emulated: Annotated[
+        bool,
+        typer.Option("--emulated", help="Devices that wait for the times of a job's profile instead of computing."),
+    ] = False,
     policy: Annotated[str, typer.Option(metavar="NAME", help="jigsaw, gang-fifo-backfill, …")] = "jigsaw",
-    memory: Annotated[float, typer.Option(min=0.0, help="GiB of a device; default: what there is.")] = 0.0,
+    memory: Annotated[
+        float, typer.Option(min=0.0, help="GiB of each device; default: the machine's memory, shared among them.")
+    ] = 0.0,
     engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this machine; ray: a Ray cluster.")] = "local",
     ray: Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray's address; auto: this machine's Ray.")] = "auto",
     host: Annotated[str, typer.Option(help="Where the API listens; not loopback: needs --token-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 0,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="Every request must carry the token in it.")
+        Path | None,
+        typer.Option("--token-file", metavar="FILE", help="Every request must carry the token in this file."),
     ] = None,
     home: HomeOption = None,
     json: console.Json = False,
 ) -> None:
-    """Start a cluster, and go on with the jobs that were there. Running already: says so."""
+    """Start a cluster and continue its jobs. Prints the address if it runs already."""
     from dataclasses import asdict
 
     from dovetail.cluster import up_down
@@ -75,8 +81,8 @@ def up(
     status = _client(home, "", None).status(jobs=False)
     count, kind = len(status["devices"]), "emulated devices" if status["emulated"] else "devices"
     facts = {**asdict(address), "url": address.url, "ran_already": ran, "devices": count, "policy": status["policy"]}
-    said = "runs already" if ran else f"up in {took:.1f} s"
-    line = f"{said}: {count} {kind}, policy {status['policy']}, {address.url}"
+    start_line = "runs already" if ran else f"up in {took:.1f} s"
+    line = f"{start_line}: {count} {kind}, policy {status['policy']}, {address.url}"
     asked = {"--devices": devices in (0, count), "--emulated": emulated <= status["emulated"],
              "--policy": policy in ("jigsaw", status["policy"])}  # fmt: skip
     other = [option for option, same in asked.items() if not same]
@@ -97,7 +103,7 @@ def down(
     home: HomeOption = None,
     json: console.Json = False,
 ) -> None:
-    """End the cluster. Jobs stay in its store and go on with the next `up`."""
+    """End the cluster. Jobs stay in its store and continue with the next `up`."""
     from dovetail.cluster import up_down
 
     ran = up_down.down(home, grace=grace)
@@ -107,8 +113,10 @@ def down(
 @app.command(context_settings={"ignore_unknown_options": True})
 def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A job file, or with --gang any training script.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]…", help="Of a gang's script.")] = None,
-    name: Annotated[str, typer.Option(help="Default: the file's.")] = "",
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]…", help="Arguments of a gang's script.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Default: the file's name.")] = "",
     workers: Annotated[int | None, typer.Option(min=1, max=4096, help="Instead of the file's own.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of the file's own.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per step; instead of the file's own.")] = None,
@@ -116,20 +124,26 @@ def submit(
     spb: Annotated[
         Literal["off", "ladder", "balanced", "guard"] | None, typer.Option(help="Partial backpropagation.")
     ] = None,
-    foreground: Annotated[bool, typer.Option("--foreground", help="Its speed is promised.")] = False,
-    background: Annotated[bool, typer.Option("--background", help="It fills gaps only.")] = False,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Promise the job's speed: only background jobs share its devices.")
+    ] = False,
+    background: Annotated[bool, typer.Option("--background", help="Run the job only in gaps of others.")] = False,
     bound: Annotated[
-        float | None, typer.Option(min=0.0001, max=10.0, help="Slow-down a foreground job accepts; default 0.05.")
+        float | None, typer.Option(min=0.0001, max=10.0, help="Slow-down that a foreground job accepts; default 0.05.")
     ] = None,
-    gang: Annotated[int, typer.Option(min=0, max=4096, help="Ranks of a script as under torchrun.")] = 0,
-    task_timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds; longer tasks are endless.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended; exit code 1 unless it finished.")] = False,
+    gang: Annotated[int, typer.Option(min=0, max=4096, help="Run a script as under torchrun, with so many ranks.")] = 0,
+    task_timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds after which a task counts as endless.")
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the job has ended; exit code 1 unless it finished.")
+    ] = False,
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
     json: console.Json = False,
 ) -> None:
-    """Hand in a job. It is safely stored when this returns."""
+    """Submit a job. It is stored on disk when this returns."""
     import uuid
 
     if bound is not None and not foreground:
@@ -150,12 +164,12 @@ def submit(
         "options": options, "arguments": arguments or [], "request": str(uuid.uuid4()),
     }  # fmt: skip
     client = _client(home, url, token_file)
-    job = _patiently(lambda: client.submit(submission))
+    job = _retrying(lambda: client.submit(submission))
     if wait:
         number = job["job"]
         while job["state"] not in ("finished", "failed", "cancelled"):
             time.sleep(0.1)
-            job = _patiently(lambda: client.job(number), limit=60.0)
+            job = _retrying(lambda: client.job(number), limit=60.0)
     line = f"job {job['job']} ({job['name']}): {job['state']}"
     console.result(job, json, f"{line}: {job['reason']}" if job.get("reason") else line)
     if wait and job["state"] != "finished":
@@ -190,8 +204,8 @@ def _name(file: Path) -> str:
     return re.sub(r"[^A-Za-z0-9 ._-]", "-", file.stem).lstrip(" ._-")[:64] or "job"
 
 
-def _patiently(ask: Callable[[], dict[str, Any]], *, limit: float = 10.0) -> dict[str, Any]:
-    """Asks again while the coordinator is being restarted; the supervisor keeps its address."""
+def _retrying(ask: Callable[[], dict[str, Any]], *, limit: float = 10.0) -> dict[str, Any]:
+    """Asks again, for `limit` seconds, while the coordinator is being restarted; its address stays the same."""
     from dovetail.cluster.client import Unreachable
 
     end = time.monotonic() + limit
@@ -206,13 +220,13 @@ def _patiently(ask: Callable[[], dict[str, Any]], *, limit: float = 10.0) -> dic
 
 @app.command()
 def status(
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live until Ctrl-C.")] = False,
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
     json: console.Json = False,
 ) -> None:
-    """Devices and jobs."""
+    """Show devices and jobs."""
     client = _client(home, url, token_file)
     found = client.status()
     if json:
@@ -230,30 +244,32 @@ def status(
         while True:
             shown.update(Group(*draw(found)), refresh=True)
             time.sleep(0.5)
-            found = _patiently(client.status)
+            found = _retrying(client.status)
 
 
 @app.command()
 def page(
-    job: Annotated[int | None, typer.Argument(metavar="[JOB]", min=1, help="A job to point at, by its number.")] = None,
+    job: Annotated[
+        int | None, typer.Argument(metavar="[JOB]", min=1, help="The number of a job that the page should show.")
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
     json: console.Json = False,
 ) -> None:
-    """The address of the cluster's page: who runs where now, how far jobs are, why others wait."""
-    from dovetail.cluster.client import Client, Refused
+    """Print the address of the cluster's page: what runs on which device, jobs' progress, why others wait."""
+    from dovetail.cluster.client import Client, RequestRefused
 
     client = _client(home, url, token_file)
     if job is not None:
         client.job(job)
-    client.raw("/")  # what keeps it from being shown is told here, and not to a browser
+    client.raw("/")  # an error is printed here rather than in a browser
     where = f"{client.url}/" + (f"#job-{job}" if job else "")
     console.result({"url": where}, json, where)
     try:
         Client(client.url).status(jobs=False)
-    except Refused:
+    except RequestRefused:
         console.say("the browser asks for a name and a password: any name, and the cluster's token")
     if open_:
         console.browse(where)
@@ -263,7 +279,7 @@ def page(
 def why(
     job: JobNumber, home: HomeOption = None, url: Url = "", token_file: Token = None, json: console.Json = False
 ) -> None:
-    """Why a job waits, or is slow."""
+    """Say why a job waits, or is slow."""
     found = _client(home, url, token_file).why(job)
     console.result(
         found, json, f"job {found['job']} ({found['name']}): {found['state']}", *(f"  {w}" for w in found["why"])
@@ -273,13 +289,13 @@ def why(
 @app.command()
 def logs(
     job: JobNumber,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
     home: HomeOption = None,
     url: Url = "",
     token_file: Token = None,
     json: console.Json = False,
 ) -> None:
-    """What a job printed, and what happened to it."""
+    """Print a job's output and what happened to it."""
     client = _client(home, url, token_file)
     found = client.logs(job)
     if json:
@@ -293,7 +309,7 @@ def logs(
             return
         if not found["text"]:
             time.sleep(0.2)
-        found = _patiently(partial(client.logs, job, offset=found["offset"]))
+        found = _retrying(partial(client.logs, job, offset=found["offset"]))
 
 
 def _change(verb: str, past: str) -> Callable[..., None]:
@@ -309,8 +325,8 @@ def _change(verb: str, past: str) -> Callable[..., None]:
 
 for _verb, _past, _help in (
     ("cancel", "cancelled", "End a job for good."),
-    ("pause", "paused", "Let a job write a checkpoint and give up its devices."),
-    ("resume", "in the queue again", "Let a paused job go on from its checkpoint."),
+    ("pause", "paused", "Let a job write a checkpoint and release its devices."),
+    ("resume", "in the queue again", "Let a paused job continue from its checkpoint."),
 ):
     app.command(_verb, help=_help)(_change(_verb, _past))
 app.command()(replay)

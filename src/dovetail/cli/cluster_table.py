@@ -1,4 +1,4 @@
-"""`dovetail cluster status` for people."""
+"""The tables of `dovetail cluster status`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 _SHOWN = 40
-"""Rows of waiting jobs."""
+"""Rows of jobs that have not ended."""
 _STYLE = {"running": "green", "failed": "red", "paused": "yellow", "preparing": "cyan", "cancelled": "dim"}
 
 
 def draw(status: dict[str, Any]) -> list[Any]:
-    """A line with the sums, devices, jobs, and why jobs ended as they did: too long for a column."""
+    """A line with the sums, the devices, the jobs, and below them the reasons, which are too long for a column."""
     shown = [*status["jobs"][:_SHOWN], *status["ended"][:10]]
     reasons = [Text(f"job {j['job']} ({j['name']}): {j['reason']}") for j in shown if j["reason"]]
     return [_summary(status), _devices(status), _jobs(status), *reasons]
@@ -33,7 +33,7 @@ def _devices(status: dict[str, Any]) -> Table:
     for name in ("device", "node", "jobs", "duty", "busy", "memory"):
         table.add_column(name, justify="right" if name in ("duty", "busy", "memory") else "left")
     for d in status["devices"]:
-        residents = Text("away", "red") if not d["ready"] else Text()
+        residents = Text("not ready", "red") if not d["ready"] else Text()
         for i, job in enumerate(d["residents"]):
             residents.append(("" if not i else " ") + str(job), "bold green" if job == d["running"] else "")
         table.add_row(

@@ -1,4 +1,4 @@
-"""Where words go: results to stdout, everything else to stderr; progress only while somebody may be waiting."""
+"""Output of the commands: results go to stdout, progress and messages to stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout
 
 
 class Tell(Protocol):
-    """Called with what is being done and, where known, the fraction that is done."""
+    """Reports progress: what is being done and, where known, the fraction that is done (0 to 1)."""
 
     def __call__(self, text: str, fraction: float | None = None, /) -> None: ...
 
@@ -50,25 +50,25 @@ def verbatim(*lines: str) -> None:
 
 
 def say(text: str) -> None:
-    """Tells the user something that is not the result."""
+    """Prints a message to stderr: something that is not the result."""
     console(stderr=True).print(text, soft_wrap=True)
 
 
 def builtins(noun: Noun) -> dict[str, Any]:
-    """A noun as it stands in its file."""
+    """Converts a noun to the JSON object that its file holds."""
     import msgspec
 
     return {"kind": noun.kind, "version": noun.version, **msgspec.to_builtins(noun)}
 
 
 def emit(data: Any) -> None:
-    """The machine-readable result."""
+    """Prints the machine-readable result to stdout."""
     sys.stdout.write(encoder.dumps(data, indent=1, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def result(data: Any, json: bool, *lines: str) -> None:
-    """The result as lines, or as JSON if that was asked for."""
+    """Prints the result as lines, or as JSON if that was asked for."""
     if json:
         emit(data)
     else:
@@ -81,7 +81,7 @@ def wrote(path: Path) -> None:
 
 
 def browse(url: str) -> None:
-    """Opens an address that the user has been told."""
+    """Opens an address, which has been printed already, in a browser."""
     import webbrowser
 
     if not webbrowser.open(url):
@@ -92,7 +92,7 @@ def browse(url: str) -> None:
 def working(what: str, *, brief: bool = False) -> Iterator[Tell]:
     """Shows on stderr that work goes on: a bar and a clock on a terminal; elsewhere one line per thing begun.
 
-    What is `brief` mostly ends within two seconds and shows nothing elsewhere.
+    `brief` is for work that mostly ends within two seconds: it prints nothing where stderr is no terminal.
     """
     err = console(stderr=True)
     if not err.is_terminal and brief:
@@ -131,7 +131,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def writable(path: Path) -> None:
-    """Fails now, with the line that writing would end in, rather than after minutes of work."""
+    """Checks that a file can be written, so that a wrong path fails now and not after minutes of work."""
     from dovetail.core.files import replacing
 
     with contextlib.suppress(_Untouched), replacing(path):

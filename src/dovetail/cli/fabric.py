@@ -38,10 +38,10 @@ def up(
     json: console.Json = False,
 ) -> None:
     """Build a fabric. If it is up already, bring its policy to what the file says, without a window in between."""
-    from dovetail.fabric import emulate, hooks
+    from dovetail.fabric import emulation, hooks
     from dovetail.fabric.dataplane import addresses
-    from dovetail.fabric.policy import compile_policy
-    from dovetail.fabric.topology import from_document, load, read_yaml
+    from dovetail.fabric.routing.policy import compile_policy
+    from dovetail.fabric.routing.topology_file import from_document, load, read_yaml
 
     document: dict[str, Any] = {}
     if topology.suffix == ".gml":
@@ -62,7 +62,7 @@ def up(
             {"topology": plan.name, "policies": len(policies.automata)}, json, f"{plan.name}: {size}; policy holds"
         )
         return
-    fabric = emulate.up(plan, document, name=name, hook=hook)
+    fabric = emulation.up(plan, document, name=name, hook=hook)
     try:
         generation = fabric.plane.config()["generation"]
         hosts = {h.name: addresses(i).v4 for i, h in enumerate(plan.hosts)}
@@ -78,11 +78,11 @@ def up(
 @app.command()
 def status(name: Name = None, json: console.Json = False) -> None:
     """Links that are not up, and what the switches counted."""
-    from dovetail.fabric import emulate, looking
+    from dovetail.fabric import emulation, page_source
 
-    fabric = emulate.find(name)
+    fabric = emulation.find(name)
     try:
-        topology, facts = fabric.topology, looking.state(fabric)
+        topology, facts = fabric.topology, page_source.state(fabric)
         links = facts["links"]
         broken = {k: v for k, v in links.items() if v != "up"}
         lines = [
@@ -108,11 +108,11 @@ def fail(
     json: console.Json = False,
 ) -> None:
     """Break a link: carrier lost at both ends, at once."""
-    from dovetail.fabric import emulate
+    from dovetail.fabric import emulation
 
     if silent and drain:
         raise typer.BadParameter("choose one of --silent and --drain")
-    fabric = emulate.find(name)
+    fabric = emulation.find(name)
     try:
         index = fabric.topology.find_link(link)
         fabric.fail(index, how="silent" if silent else "drained" if drain else "down")
@@ -129,9 +129,9 @@ def heal(
     json: console.Json = False,
 ) -> None:
     """Bring a link back, or all."""
-    from dovetail.fabric import emulate
+    from dovetail.fabric import emulation
 
-    fabric = emulate.find(name)
+    fabric = emulation.find(name)
     try:
         wanted = [fabric.topology.find_link(link)] if link else sorted(fabric.failed())
         for index in wanted:
@@ -154,9 +154,9 @@ def check(
     from dataclasses import asdict
 
     from dovetail.fabric import check as checking
-    from dovetail.fabric import emulate
+    from dovetail.fabric import emulation
 
-    fabric = emulate.find(name)
+    fabric = emulation.find(name)
     try:
         report = checking.check(fabric, flows=flows, most=most, v6=ipv6)
     finally:
@@ -187,9 +187,9 @@ def trace(
     from dataclasses import asdict
 
     from dovetail.fabric import check as checking
-    from dovetail.fabric import emulate
+    from dovetail.fabric import emulation
 
-    fabric = emulate.find(name)
+    fabric = emulation.find(name)
     try:
         topology = fabric.topology
         found = checking.trace(fabric, topology.find_host(source), topology.find_host(target), flow=flow, port=port)
@@ -208,12 +208,12 @@ def heartbeat(
     """Find links that fail in silence, until interrupted: every switch says something on every link."""
     import time
 
-    from dovetail.fabric import emulate
-    from dovetail.fabric.heartbeat import Heartbeat
+    from dovetail.fabric import emulation
+    from dovetail.fabric.heartbeat import HeartbeatSender
 
-    fabric = emulate.find(name)
+    fabric = emulation.find(name)
     try:
-        with Heartbeat(fabric, interval=interval, misses=misses):
+        with HeartbeatSender(fabric, interval=interval, misses=misses):
             typer.echo(f"{fabric.name}: a round every {interval * 1e3:g} ms, down after {misses}; ^C ends", err=True)
             while True:
                 time.sleep(3600)
@@ -228,9 +228,9 @@ def execute(
     name: Name = None,
 ) -> None:
     """Run a command on a host of the fabric."""
-    from dovetail.fabric import emulate
+    from dovetail.fabric import emulation
 
-    fabric = emulate.find(name)
+    fabric = emulation.find(name)
     try:
         process = fabric.run(fabric.topology.find_host(host), command)
     finally:
@@ -245,11 +245,11 @@ def down(
     json: console.Json = False,
 ) -> None:
     """Remove a fabric and all that runs in it, also after an interrupted `up`. Nothing else is touched."""
-    from dovetail.fabric import emulate
+    from dovetail.fabric import emulation
 
-    names = [name] if name and not everything else emulate.standing()
+    names = [name] if name and not everything else emulation.standing()
     if len(names) > 1 and not everything:
         raise typer.BadParameter(f"several fabrics are up: {', '.join(names)}; choose with --name, or --all")
-    removed = {n: emulate.down(n) for n in names}
+    removed = {n: emulation.down(n) for n in names}
     lines = [f"{n}: removed {count} namespaces" for n, count in removed.items()]
     console.result(removed, json, *(lines or ["no fabric is up"]))

@@ -1,4 +1,4 @@
-"""What users type, made into values: counts of workers, and nouns from files, presets or a plan's surroundings."""
+"""Command-line arguments as values: counts of workers, and nouns from files, presets or the folder of a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", "Profile", "Network")
 
-# `store.encode` writes kind, version and (profiles, networks, timelines) name first: enough to know a file by.
+# `files.encode` writes kind, version and (profiles, networks, timelines) name first: enough to know a file by.
 _HEAD = re.compile(r'\s*\{\s*"kind":\s*"([\w-]+)"')
 
 
@@ -55,7 +55,7 @@ def memory_bytes(gib: float) -> int:
 
 
 def not_an_input(output: Path | None, *given: str | Path | None) -> None:
-    """What is read is not what is written over."""
+    """Refuses an output path that is also an input: the input would be overwritten."""
     if output is not None and any(_same(output, name) for name in given if name is not None):
         raise typer.BadParameter(f"{output}: it would be written over what it is made from; name another file")
 
@@ -87,7 +87,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_plan(path: Path) -> Plan | DepthPlan | BurstPlan:
-    """A plan of any kind; anything else is told what a plan is."""
+    """Reads a plan of any kind; any other file is refused with a line that says what a plan looks like."""
     from dovetail.core import files
     from dovetail.core.burst_plan import BurstPlan
     from dovetail.core.depth_plan import DepthPlan
@@ -151,7 +151,7 @@ def sources(path: Path, plan: Plan | DepthPlan | BurstPlan) -> list[Path]:
 
 
 def read_any(path: Path) -> Noun:
-    """The noun in a file, whichever it is."""
+    """Reads the noun in a file, whatever its kind."""
     from dovetail.core import files
     from dovetail.core.burst_plan import BurstPlan
     from dovetail.core.depth_plan import DepthPlan
@@ -208,7 +208,7 @@ def _named(plan: Path, noun: type[P], name: str) -> list[tuple[Path, P]]:
 
 
 def _head(path: Path) -> str | None:
-    """A file's kind if it starts as our own writer starts it; reads a few bytes only."""
+    """Returns a file's kind if the file begins as our own writer begins it; reads a few bytes only."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             match = _HEAD.match(file.read(200))
@@ -218,7 +218,7 @@ def _head(path: Path) -> str | None:
 
 
 def _kind(path: Path) -> str | None:
-    """What a file says it is; "" for a JSON object that does not say, None for anything else."""
+    """Returns the `kind` of a file; "" for a JSON object without one, None for anything else."""
     if head := _head(path):
         return head
     try:

@@ -32,7 +32,7 @@ def show(
     from dovetail.view import page
     from dovetail.view.page.html import bundle
 
-    bundle()  # a page that is not built is told before minutes of reading
+    bundle()  # a page that is not built is reported before minutes of reading
     given = [page.Given(read(files))] if files else []
     if html:
         page.export(page.Several([*given, *_running(cluster, fabric, live=False)]).contents(), html)
@@ -51,20 +51,20 @@ def show(
 
 
 def _running(cluster: Path | None, fabric: str | None, *, live: bool) -> Iterator[Source]:
-    """What runs now and can be asked."""
+    """Yields sources of the running cluster and the running fabric, where the user named one."""
     if cluster:
         from dovetail.cluster.client import Client
-        from dovetail.cluster.web.source import Cluster
+        from dovetail.cluster.web.cluster_section import ClusterSource
 
-        yield Cluster(Client(cluster), live)
+        yield ClusterSource(Client(cluster), live)
     if fabric:
-        from dovetail.fabric.looking import Running
+        from dovetail.fabric.page_source import FabricSource
 
-        yield Running(fabric, live)
+        yield FabricSource(fabric, live)
 
 
 def read(files: Sequence[Path]) -> Contents:
-    """Nouns, answers of commands, and beside plans what they were made from."""
+    """Reads nouns and reports of commands, and for each plan the profile and network beside it."""
     from dovetail.core.plan import Plan
     from dovetail.view.page import reports, sort
 

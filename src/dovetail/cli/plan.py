@@ -33,7 +33,7 @@ class Behind(StrEnum):
 
 
 class Goal(StrEnum):
-    """What --auto is to make best."""
+    """What --auto optimises."""
 
     time = "time"
     device_time = "device-time"
@@ -62,16 +62,16 @@ BELONGS = {
 
 
 class PlanCommand(TyperCommand):
-    """Its help lists the policies there are."""
+    """`dovetail plan`; its help lists all policies."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from dovetail.planning.depth import planner
-        from dovetail.planning.merge.policies import described
+        from dovetail.planning.depth.planner import POLICIES as DEPTH
+        from dovetail.planning.merge.policies import POLICIES as MERGE
 
         with formatter.section("Policies"):
-            formatter.write_dl(described())
+            formatter.write_dl(MERGE.described())
         with formatter.section("Policies of partial backpropagation (--spb)"):
-            formatter.write_dl(planner.described())
+            formatter.write_dl(DEPTH.described())
 
 
 def plan(
@@ -111,7 +111,7 @@ def plan(
         bool, typer.Option("--auto", help="Choose the best combination of all techniques and numbers of devices.")
     ] = False,
     objective: Annotated[
-        Goal, typer.Option(help="--auto: what to make best; all but time keep the speed of torch's DDP.")
+        Goal, typer.Option(help="--auto: what to optimise; all but time keep at least the speed of torch's DDP.")
     ] = Goal.time,
     within: Annotated[
         float | None, typer.Option(min=0, metavar="SECONDS", help="--auto: another speed to keep, as an iteration.")
@@ -231,7 +231,7 @@ def plan(
 
 
 def _only_what_belongs(ctx: typer.Context, chosen: Sequence[str]) -> None:
-    """One clear line for an option that would do nothing."""
+    """Refuses an option that would have no effect on the chosen technique."""
     for name, ways in BELONGS.items():
         source = ctx.get_parameter_source(name)
         if not set(chosen) & set(ways) and source is not None and source.name == "COMMANDLINE":

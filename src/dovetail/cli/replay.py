@@ -1,4 +1,4 @@
-"""`dovetail cluster replay`: what the simulator says of a run that was recorded."""
+"""`dovetail cluster replay`: what the simulator predicts for a recorded run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def replay(
     ] = None,
     json: console.Json = False,
 ) -> None:
-    """Play the recorded jobs again in the simulator: its makespan beside the measured one, and other policies'."""
+    """Replay the recorded jobs in the simulator: predicted and measured makespan, and those of other policies."""
     from dovetail.cluster.home import default_home
     from dovetail.cluster.replay import play, read
 
@@ -31,8 +31,8 @@ def replay(
     lines = [f"{len(run.jobs)} jobs on {run.cluster.devices} {kind} under {run.policy}: {run.makespan:.2f} s measured"]
     for p in plays:
         same = p.policy == run.policy
-        said = f"{p.comparison.error:+.1%} of the measured" if same else "had it run"
-        lines.append(f"  {p.policy}: {p.comparison.predicted:.2f} s predicted, {said}")
+        note = f"{p.comparison.error:+.1%} of the measured" if same else "had it run"
+        lines.append(f"  {p.policy}: {p.comparison.predicted:.2f} s predicted, {note}")
     data = {
         "policy": run.policy,
         "emulated": run.emulated,

@@ -70,6 +70,10 @@ def demo(
         Path | None,
         typer.Option(metavar="out.html", callback=inputs.html_path, help="The run's page; default: out/demo.html."),
     ] = None,
+    timelines: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", file_okay=False, help="Also write both timelines there: ddp, dovetail."),
+    ] = None,
     json: console.Json = False,
 ) -> None:
     """The main job, start to end: profile, plan, and train a real model against DDP on a shaped network.
@@ -77,19 +81,21 @@ def demo(
     Ends with three lines of figures, and a page of this very run to look into.
     """
     screen = console.console(stderr=json)
-    if fabric and html:
-        raise typer.BadParameter("--html goes without --fabric")
+    if fabric and (html or timelines):
+        raise typer.BadParameter("--html and --timelines go without --fabric")
     if html:
         console.writable(html)
     if fabric:
-        from dovetail.fabric import demo as over_fabric
+        from dovetail.fabric.disturbed import demo as over_fabric
 
         result = over_fabric.run(
-            steps=30 if quick else 60, failures=3 if quick else 6, tell=lambda line: screen.print(line, soft_wrap=True)
+            iterations=30 if quick else 60,
+            failures=3 if quick else 6,
+            tell=lambda line: screen.print(line, soft_wrap=True),
         )
     else:
         from dovetail import demo as main
 
-        result = main.main(quick=quick, rate=rate, html=html, console=screen)
+        result = main.main(quick=quick, rate=rate, html=html, timelines=timelines, console=screen)
     if json:
         console.emit(result)

@@ -1,4 +1,4 @@
-"""`dovetail schedule`: what would a policy give this cluster?"""
+"""`dovetail schedule`: simulates a trace of jobs on a cluster under several policies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dovetail.core.errors import Error
 from . import console, inputs
 
 if TYPE_CHECKING:
-    from dovetail.simulate.cluster.study import Cell
-    from dovetail.simulate.traces import Trace
+    from dovetail.simulate.cluster.study import StudyCell
+    from dovetail.simulate.traces import JobTrace
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "small-cluster.csv"
 BASELINE = "gang-fifo-backfill"
@@ -23,18 +23,18 @@ LEAST_LOAD, MOST_LOAD = 0.01, 100.0
 
 
 class ScheduleCommand(TyperCommand):
-    """Its help lists the policies there are."""
+    """Its help ends with the list of policies."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from dovetail.planning.sharing.policies import POLICIES
 
         with formatter.section("Policies"):
-            formatter.write_dl([(p.name, p.what) for p in POLICIES.values()])
+            formatter.write_dl(POLICIES.described())
 
 
 def schedule(
     trace: Annotated[
-        Path | None, typer.Argument(metavar="[TRACE]", help="A trace; default: a small one of our own.")
+        Path | None, typer.Argument(metavar="[TRACE]", help="A trace of jobs; default: a small one that is shipped.")
     ] = None,
     devices: Annotated[int, typer.Option(min=1, max=1_000_000, help="Devices of the cluster.")] = 64,
     policy: Annotated[
@@ -52,44 +52,51 @@ def schedule(
     capacity: Annotated[bool, typer.Option("--capacity", help="Find the largest load with a bounded queue.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Samples of the trace with Poisson arrivals; needs --load.")] = 1,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Use only so many jobs: the first, or of each sample.")
+        int | None, typer.Option(min=1, help="Number of jobs: the first of the trace, or of each sample.")
     ] = None,
-    window: Annotated[str, typer.Option(metavar="0.2..0.8", help="Steady state: this part of the arrivals.")] = "0..1",
+    window: Annotated[
+        str, typer.Option(metavar="0.2..0.8", help="Steady state: the part of the arrivals that is reported.")
+    ] = "0..1",
     level: Annotated[Literal["auto", "task", "fluid"], typer.Option(help="auto: task level if small enough.")] = "auto",
     node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
     memory: Annotated[float, typer.Option(min=0.001, help="Memory of a device, GiB.")] = 16.0,
     duty_cap: Annotated[
-        float | None, typer.Option(min=0.1, help="Most duty per device; default: the policy's.")
+        float | None, typer.Option(min=0.1, help="Largest sum of duties on a device; default: the policy's.")
     ] = None,
-    jitter: Annotated[float, typer.Option(min=0.0, max=0.5, help="Spread of a task's duration.")] = 0.04,
-    switch: Annotated[float, typer.Option(min=0.0, help="Seconds to turn to another job's task.")] = 0.002,
+    jitter: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="Coefficient of variation of a task's duration.")
+    ] = 0.04,
+    switch: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that a device needs to turn to another job's task.")
+    ] = 0.002,
     restart: Annotated[float, typer.Option(min=0.0, help="Seconds to restart a preempted job.")] = 5.0,
     shape: Annotated[
-        str, typer.Option(help="Of iterations that the trace does not tell: gpu-bound, typical, mixed, …")
+        str, typer.Option(help="Kind of iterations, where the trace does not say: gpu-bound, typical, mixed, …")
     ] = "typical",
     iteration: Annotated[
-        float, typer.Option(min=1e-4, help="Seconds of an iteration that the trace does not tell.")
+        float, typer.Option(min=1e-4, help="Seconds of an iteration, where the trace does not say.")
     ] = 0.4,
     clip: Annotated[bool, typer.Option("--clip", help="Narrow jobs that are wider than the cluster.")] = False,
     png: Annotated[Path | None, typer.Option(metavar="out.png", help="Also draw the load curves.")] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(metavar="out.json", help="Also write who ran where, for Perfetto.")
+        Path | None, typer.Option(metavar="out.json", help="Also write which job ran where, for Perfetto.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Also write who ran where under the first policy, for `dovetail view`."),
+        typer.Option(
+            "-o", "--output", help="Also write which job ran where under the first policy, for `dovetail view`."
+        ),
     ] = None,
     json: console.Json = False,
 ) -> None:
-    """Simulate a cluster: what would iteration-level scheduling give, against gangs, on your own trace?
+    """Simulate a cluster: how much sooner would your jobs finish if they shared devices, iteration by iteration?
 
     A trace is a CSV with the columns arrival, workers and duration (seconds), or one of the formats of Philly, Muri,
-    Pollux and Gavel. Everything printed is predicted: nothing runs.
+    Pollux and Gavel. Everything printed is predicted: no job runs.
     """
-    from dovetail.planning.sharing.pack import Cluster
-    from dovetail.simulate.cluster import Costs
-    from dovetail.simulate.cluster.study import contenders, study
-    from dovetail.simulate.cluster.workload import clipped
+    from dovetail.planning.sharing.pack import ClusterSize
+    from dovetail.simulate.cluster import Overheads
+    from dovetail.simulate.cluster.study import clipped, contenders, study
     from dovetail.simulate.traces import Assumed, TraceError, read_trace
 
     finite(memory=memory, duty_cap=duty_cap or 0.0, switch=switch, jitter=jitter, restart=restart, iteration=iteration)
@@ -103,8 +110,8 @@ def schedule(
         if path:
             console.writable(path)
     who = contenders(policy, spb=spb, duty_cap=duty_cap)
-    cluster = Cluster(devices=devices, node=min(node, devices), device_bytes=inputs.memory_bytes(memory))
-    costs = Costs(jitter=jitter, switch=switch, restart=restart)
+    cluster = ClusterSize(devices=devices, node=min(node, devices), device_bytes=inputs.memory_bytes(memory))
+    overheads = Overheads(jitter=jitter, switch=switch, restart=restart)
     try:
         found = read_trace(source, assumed=Assumed(shape=shape, iteration=iteration))
     except TraceError as e:
@@ -121,8 +128,8 @@ def schedule(
         raise Error(f"{source}: {widest.name!r} needs {widest.workers} devices, the cluster has {devices}: see --clip")
     with console.working("simulating") as tell:
         cells = study(
-            work, cluster, who, loads=loads, samples=samples, count=jobs, level=level, costs=costs, window=(low, high),
-            record=bool(perfetto or output), tell=tell,
+            work, cluster, who, loads=loads, samples=samples, count=jobs, level=level, overheads=overheads,
+            window=(low, high), record=bool(perfetto or output), tell=tell,
         )  # fmt: skip
         carried = []
         if capacity:
@@ -131,7 +138,8 @@ def schedule(
             for c in who:
                 tell(f"capacity of {c.name}")
                 runs = [
-                    find(work, cluster, c.policy, depths=c.depths, seed=s, costs=costs) for s in range(max(samples, 2))
+                    find(work, cluster, c.policy, depths=c.depths, seed=s, overheads=overheads)
+                    for s in range(max(samples, 2))
                 ]
                 carried.append((c.name, runs))
     if png:
@@ -168,8 +176,8 @@ def schedule(
     _show(found, work, cells, carried, devices)
 
 
-def _show(found: Trace, work: list[Any], cells: list[Cell], carried: list[Any], devices: int) -> None:
-    from dovetail.simulate.cluster.workload import offered
+def _show(found: JobTrace, work: list[Any], cells: list[StudyCell], carried: list[Any], devices: int) -> None:
+    from dovetail.simulate.cluster.study import offered
     from dovetail.view import schedule as view
 
     own = offered(work, devices)
@@ -202,7 +210,7 @@ def bounds(option: str, text: str) -> tuple[float, float]:
 
 
 def finite(**options: float) -> None:
-    """A number that a user may have written as inf or nan."""
+    """Refuses options that a user wrote as inf or nan."""
     for name, value in options.items():
         if not math.isfinite(value):
             raise Error(f"--{name.replace('_', '-')}: expected a finite number, got {value}")

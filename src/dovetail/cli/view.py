@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,9 @@ def view(
         Path | None,
         typer.Option(metavar="out.png", callback=inputs.png_path, help="Also draw the timelines, or else the plans."),
     ] = None,
+    theme: Annotated[
+        Literal["light", "dark"], typer.Option(help="--png: the colours of background and text.")
+    ] = "light",
     html: Annotated[
         Path | None,
         typer.Option(metavar="out.html", callback=inputs.html_path, help="Write the page as one file, for sharing."),
@@ -96,7 +99,7 @@ def view(
         trace.write(timelines, perfetto)
         console.wrote(perfetto)
     if png:
-        _draw(png, timelines, plans)
+        _draw(png, timelines, plans, theme)
         console.wrote(png)
     predicted, measured = (next((t for t in timelines if t.source == s), None) for s in ("predicted", "measured"))
     compared = core.compare(predicted, measured) if predicted and measured else None
@@ -106,12 +109,14 @@ def view(
         _show(nouns, timelines, compared)
 
 
-def _draw(png: Path, timelines: Sequence[Timeline], plans: Sequence[tuple[Path, Plan]]) -> None:
+def _draw(
+    png: Path, timelines: Sequence[Timeline], plans: Sequence[tuple[Path, Plan]], theme: Literal["light", "dark"]
+) -> None:
     from dovetail.core.errors import Error
     from dovetail.view.png import plan_png, timeline_png
 
     if timelines:
-        timeline_png(timelines, png)
+        timeline_png(timelines, png, theme=theme)
         return
     settings = [(inputs.profile_of(*p), inputs.network_of(*p), p[1].workers, p[1].batch) for p in plans]
     for (path, _), setting in zip(plans, settings, strict=True):
@@ -122,7 +127,7 @@ def _draw(png: Path, timelines: Sequence[Timeline], plans: Sequence[tuple[Path, 
                 f"--png {png}: expected plans for one profile, network, number of workers and batch, but {path} has "
                 f"another {' and '.join(differs)} than {plans[0][0]}: draw each by itself"
             )
-    plan_png(settings[0][0], settings[0][1], [plan for _, plan in plans], png)
+    plan_png(settings[0][0], settings[0][1], [plan for _, plan in plans], png, theme=theme)
 
 
 def _show(nouns: Sequence[Noun], timelines: Sequence[Timeline], compared: Comparison | None) -> None:

@@ -1,4 +1,4 @@
-"""The API from Python: one method for each verb. Needs nothing but the standard library."""
+"""The API from Python: one method for each verb. Imports no third-party package but msgspec."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from urllib.parse import urlsplit
 
 from dovetail.core.errors import Error
 
-from .home import Home, default_home
+from .home import Home, default_home, read_token
 
 
 class Unreachable(Error):
-    """No cluster answers there."""
+    """No cluster answers at this address."""
 
 
-class Refused(Error):
-    """The cluster answered that the request is wrong; `status` is HTTP's code."""
+class RequestRefused(Error):
+    """The cluster refused the request; `status` is the HTTP status code."""
 
     def __init__(self, line: str, status: int) -> None:
         self.status = status
@@ -37,7 +37,7 @@ class Client:
             self._url, self.home = "", Home(Path(where) if where is not None else default_home())
 
     def submit(self, submission: dict[str, Any]) -> dict[str, Any]:
-        """The fields of `submission.Submission`; the new job."""
+        """Submits a job, given the fields of `job.submission.Submission`; the new job."""
         return self._ask("POST", "/jobs", submission)
 
     def jobs(self, *, state: str = "", limit: int = 1000, before: int = 0) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ class Client:
         return self._ask("GET", f"/jobs/{_number(job)}/why")
 
     def logs(self, job: int | str, *, offset: int = -1, limit: int = 65536) -> dict[str, Any]:
-        """A piece of its log: `text` and the `offset` after it. A negative offset: the last `limit` bytes."""
+        """At most `limit` bytes of its log: `text`, and the `offset` after it. A negative offset: the last bytes."""
         return self._ask("GET", f"/jobs/{_number(job)}/logs?offset={offset}&limit={limit}")
 
     def cancel(self, job: int | str) -> dict[str, Any]:
@@ -75,14 +75,16 @@ class Client:
 
     @property
     def url(self) -> str:
-        """Where it listens; an Error if no cluster runs."""
+        """The address of the API; an Error if no cluster runs."""
         return self._where()[0]
 
     def raw(self, path: str) -> bytes:
-        """What is there for browsers: "/" is the page, "/data.json" what it shows."""
+        """The answer for browsers: "/" is the page, "/data.json" what it shows."""
         text, status = self._fetch("GET", path)
         if status >= 400:
-            raise Refused(" ".join(text.decode("utf-8", "replace").removeprefix("dovetail: ").split())[:300], status)
+            raise RequestRefused(
+                " ".join(text.decode("utf-8", "replace").removeprefix("dovetail: ").split())[:300], status
+            )
         return text
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class Client:
             raise Unreachable(f"{self.url}: something other than a cluster answers") from None
         if status >= 400:
             detail = found.get("detail") if isinstance(found, dict) else None
-            raise Refused(str(detail or f"the cluster answered {status}"), status)
+            raise RequestRefused(str(detail or f"the cluster answered {status}"), status)
         assert isinstance(found, dict), "every answer is an object"
         return found
 
@@ -125,8 +127,6 @@ class Client:
             raise Unreachable(f"no cluster runs in {self.home.path}: start one with `dovetail cluster up`")
         token = self._token
         if not token and address.token_file:
-            from .up_down import read_token
-
             token = read_token(Path(address.token_file))
         return address.url, token
 

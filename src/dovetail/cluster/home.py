@@ -1,4 +1,4 @@
-"""The cluster's home: the folder that holds everything it must not forget, and the names of what is in it."""
+"""The cluster's home: the folder with everything that must survive a restart, and the names of its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dovetail.core.errors import Error, InputError
-from dovetail.core.files import write_text
+from dovetail.core.files import replacing, write_text
 
 VARIABLE = "DOVETAIL_HOME"
 SHARED_MEMORY = Path("/dev/shm")
@@ -35,7 +35,7 @@ def default_home() -> Path:
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `cluster up` was told; the coordinator and the supervisor read it."""
+    """The options of `cluster up`, in `settings.json`; the coordinator and the supervisor read them."""
 
     devices: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     emulated: bool = False
@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Where executors and aggregators reach the coordinator; another than loopback only with machines that join."""
     token_file: str = ""
     prepare: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
-    """Most jobs whose aggregators wait for devices."""
+    """Jobs, at most, whose aggregators are loaded while they wait for devices."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class Address:
     port: int
     control: tuple[str, int]
     supervisor: int
-    """Process ids."""
+    """Its process id."""
     coordinator: int
+    """Its process id."""
     engine: str = "local"
     token_file: str = ""
 
@@ -74,7 +75,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Home:
-    """Names within one home."""
+    """A home and the files in it."""
 
     path: Path
 
@@ -103,15 +104,15 @@ class Home:
         return self.path / "spans"
 
     def job(self, job: int | str) -> Path:
-        """A job's folder. Jobs are numbered by us: no name that a user chose is part of a path."""
+        """A job's folder. It is named by the job's number: no name that a user chose is part of a path."""
         return self.path / "jobs" / str(int(job))
 
     def running_file(self, device: int) -> Path:
-        """Where an executor notes whose task it runs, so that its death can be laid at somebody's door."""
+        """Where an executor notes the job whose task it runs, so that the job gets the strike if the executor dies."""
         return self.path / "executors" / f"{device}.running"
 
     def create(self) -> None:
-        """The folders and the secret, readable by the owner only."""
+        """Makes the folders and the key, readable by the owner only."""
         if self.path.exists() and not self.path.is_dir():
             raise Error(f"{self.path}: expected a folder for the cluster's home")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -119,12 +120,8 @@ class Home:
         for folder in ("jobs", "logs", "spans", "executors"):
             (self.path / folder).mkdir(exist_ok=True)
         if not self.key_file.exists():
-            temporary = self.path / f".key.{os.getpid()}"
-            handle = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-            os.write(handle, secrets.token_hex(32).encode())
-            os.fsync(handle)
-            os.close(handle)
-            temporary.replace(self.key_file)
+            with replacing(self.key_file, durable=True, private=True) as temporary:
+                temporary.write_text(secrets.token_hex(32), encoding="ascii")
 
     def key(self) -> str:
         return self.key_file.read_text(encoding="ascii").strip()
@@ -143,7 +140,7 @@ class Home:
         write_text(self.settings_file, msgspec.json.format(msgspec.json.encode(settings), indent=1).decode() + "\n")
 
     def address(self) -> Address | None:
-        """Of the cluster that runs here; None if there is none or it has not come up yet."""
+        """The address of the cluster that runs here; None if there is none or it is still starting."""
         try:
             data: dict[str, Any] = json.loads(self.address_file.read_text(encoding="utf-8"))
             data["control"] = tuple(data["control"])
@@ -154,12 +151,12 @@ class Home:
     def write_address(self, address: Address) -> None:
         write_text(self.address_file, json.dumps(address.__dict__, indent=1) + "\n")
 
-    # -- who runs --
+    # -- the supervisor --
 
     def lock(self) -> int | None:
-        """Makes this process the one supervisor of the home until it ends: a descriptor, or None if there is one.
+        """Makes this process the home's only supervisor until it ends: a descriptor, or None if another one runs.
 
-        A POSIX lock: children that are forked do not hold it, and the kernel lets go of it whatever happens.
+        A POSIX lock: forked children do not hold it, and the kernel releases it however the process ends.
         """
         handle = os.open(self.path / "supervisor.lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -175,17 +172,15 @@ class Home:
             handle = os.open(self.path / "supervisor.lock", os.O_RDONLY)
         except OSError:
             return None
-        try:  # asks who would be in the way; taking the lock to see would be in the way itself
+        try:  # asks for the lock's owner; trying to take it could make a supervisor that starts now fail
             asked = FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
             kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(handle, fcntl.F_GETLK, asked))
         finally:
             os.close(handle)
         return None if kind == fcntl.F_UNLCK else int(pid)
 
-    # -- the supervisor's socket --
-
     def listen(self) -> socket.socket:
-        """The supervisor's socket; the name is taken through a descriptor, since the kernel allows only 108 bytes."""
+        """The supervisor's socket. Named through a descriptor, since the kernel allows paths of 108 bytes only."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -199,7 +194,7 @@ class Home:
         return sock
 
     def connect(self) -> socket.socket:
-        """To the supervisor; an OSError if there is none."""
+        """A connection to the supervisor; an OSError if there is none."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -211,20 +206,27 @@ class Home:
             os.close(folder)
         return sock
 
+    def sweep(self) -> None:
+        """Removes what a cluster that has ended may leave behind: shared memory, the socket, the address."""
+        sweep_arenas(self.path)
+        for path in (self.path / "supervisor.sock", self.address_file):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
 
 def cluster_id(home: Path) -> str:
-    """Eight letters that tell this home's shared memory from that of other clusters on the machine."""
+    """Eight characters that distinguish this home's shared memory from that of other clusters on the machine."""
     return hashlib.sha256(str(Path(home).resolve()).encode()).hexdigest()[:8]
 
 
-def arena_name(home: Path, job: int | str, epoch: int) -> str:
-    """The name under /dev/shm of one start of a job; a second piece of the same may follow after a dot."""
-    return f"dovetail-{cluster_id(home)}-{job}-{epoch}"
+def arena_name(home: Path, job: int | str, attempt: int) -> str:
+    """The name under /dev/shm for one attempt of a job; further parts have a suffix after a dot."""
+    return f"dovetail-{cluster_id(home)}-{job}-{attempt}"
 
 
 def sweep_arenas(home: Path, *, alive: Iterable[tuple[str, int]] = ()) -> list[str]:
-    """Removes shared memory whose aggregator is dead, all but that of `alive` (job, epoch). Says what it removed."""
-    keep = {arena_name(home, job, epoch) for job, epoch in alive}
+    """Removes the shared memory of dead aggregators: all but that of `alive` (job, attempt). The removed names."""
+    keep = {arena_name(home, job, attempt) for job, attempt in alive}
     removed = []
     for path in SHARED_MEMORY.glob(f"dovetail-{cluster_id(home)}-*"):
         if path.name.partition(".")[0] not in keep:
@@ -232,3 +234,14 @@ def sweep_arenas(home: Path, *, alive: Iterable[tuple[str, int]] = ()) -> list[s
                 path.unlink()
                 removed.append(path.name)
     return removed
+
+
+def read_token(path: Path) -> str:
+    """The API's token in a file: its only line."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise Error(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    if not 16 <= len(text) <= 1024 or not text.isascii() or not text.isprintable() or " " in text:
+        raise Error(f"{path}: expected a token of 16 to 1024 printable characters without spaces")
+    return text

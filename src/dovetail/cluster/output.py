@@ -1,6 +1,6 @@
-"""Whose words go where: what a job's code prints while its task runs goes to the job's log and to no other.
+"""Output of jobs: what a job's code prints while its task runs goes to that job's log and to no other.
 
-The standard streams are redirected by descriptor, so that libraries in C are heard too. That costs a few microseconds
+The standard streams are redirected by descriptor, which includes what C libraries print. That costs a few microseconds
 per task. Logs are bounded: one that has grown too long keeps its last quarter.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import sys
 from pathlib import Path
@@ -30,11 +31,11 @@ class Log:
             os.write(self.handle, data)
 
     def trim(self) -> None:
-        """Cuts a log that is too long. Called now and then, by any thread; cheap where there is nothing to do."""
+        """Cuts a log that is too long. Any thread may call it, often: it is cheap where there is nothing to do."""
         with contextlib.suppress(OSError):  # it may have been closed meanwhile
             if os.fstat(self.handle).st_size <= self._limit:
                 return
-            # Whoever else has the file open may see it too long at the same time.
+            # Another process that has the file open may trim it at the same time.
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 size = os.fstat(self.handle).st_size
@@ -51,8 +52,20 @@ class Log:
             self.handle = -1
 
 
+class LogHandler(logging.Handler):
+    """Writes a process's log records to the job's log, to which executors write too."""
+
+    def __init__(self, path: Path, process: str) -> None:
+        super().__init__()
+        self._log = Log(path)
+        self.setFormatter(logging.Formatter(f"%(asctime)s {process}: %(message)s", "%Y-%m-%dT%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.write((self.format(record) + "\n").encode())
+
+
 class Streams:
-    """This process's own standard streams, and the way to lend them to a job."""
+    """This process's own standard streams, which it lends to a job while the job's code runs."""
 
     def __init__(self) -> None:
         self._own = (os.dup(1), os.dup(2))
@@ -63,7 +76,7 @@ class Streams:
         os.dup2(log.handle, 2)
 
     def take_back(self) -> None:
-        """Whatever the job did to them: closed or replaced them, or left words in their buffers."""
+        """Restores them, whatever the job did: closed or replaced them, or left text in their buffers."""
         for mine, now in zip(self._objects, (sys.stdout, sys.stderr), strict=True):
             with contextlib.suppress(Exception):
                 mine.flush()

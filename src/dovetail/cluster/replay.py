@@ -1,11 +1,11 @@
-"""A recorded run, played again by the simulator: what it predicts for the same jobs, beside what happened.
+"""Replays a recorded run in the simulator and compares its prediction with what happened.
 
-The store says what was submitted when, the spans what every task took. From them each job becomes a `core.job.Job`
-with its measured means, its measured time off the devices and its measured arrival; `simulate.cluster` plays those at
-the task level under the same policy, with `planning`'s own functions for admission and dispatch, which the live
-cluster calls too. The difference between the two makespans is what the simulator does not know: how long processes
-take to start, and who was delayed by whom in the real machine. With another policy's name it predicts what that policy
-would have given.
+The job store says what was submitted when, the recorded spans what every task took. From them each job becomes a
+`core.job.Job` with its measured mean task times, time off the devices and arrival. `simulate.cluster` simulates these
+at the task level under the same policy, with the functions of `planning` for admission and dispatch that the live
+cluster calls too. The difference between the two makespans is what the simulator does not model: how long processes
+take to start, and how jobs delay each other on the real machine. With another policy's name it predicts what that
+policy would have given.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ import msgspec
 import numpy as np
 
 from dovetail.core.errors import Error
-from dovetail.core.job import Job, Phase
+from dovetail.core.job import Job, JobPhase
 from dovetail.core.timeline import Comparison
-from dovetail.planning.sharing.pack import Cluster
+from dovetail.planning.sharing.pack import ClusterSize
 from dovetail.planning.sharing.policies import policy as named
-from dovetail.simulate.cluster import Costs, Outcome, simulate
+from dovetail.simulate.cluster import ClusterOutcome, Overheads, simulate
 
-from .coordinator.job_store import Row, Store
+from .coordinator.job_store import Store, StoredJob
 from .executor import recorder
-from .executor.recorder import Held, Ran
+from .executor.recorder import LeaseLine, TaskLine
 from .home import Home
 from .transport.messages import Described
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """One job of the run: as the simulator takes it, and what became of it.
+class RecordedJob:
+    """One job of the run: as the simulator takes it, and when it finished.
 
-    Seconds are counted from the run's first task: how long the first job took to be loaded is nobody's policy, and
-    whoever was submitted before is there at 0.
+    Seconds are counted from the run's first task, since no policy can change how long the first job took to load; jobs
+    that were submitted earlier arrive at 0.
     """
 
     id: int
     job: Job
     finish: float
     tasks: int
-    """Of the recorded ones."""
+    """Number of recorded tasks."""
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """What was recorded."""
+class RecordedRun:
+    """A recorded run."""
 
     policy: str
-    cluster: Cluster
-    jobs: tuple[Recorded, ...]
+    cluster: ClusterSize
+    jobs: tuple[RecordedJob, ...]
     jitter: float
     """Coefficient of variation of a worker's tasks around their mean; the median over jobs."""
     overhead: float
-    """Median seconds between tasks; part of the jobs' task times here, since the device is not free meanwhile."""
+    """Median seconds between tasks; counted in the jobs' task times here, since the device is not free meanwhile."""
     busy: float
     """Device-seconds in tasks."""
     emulated: bool
@@ -70,28 +70,28 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A run and its prediction."""
+    """A recorded run and its prediction."""
 
-    run: Run
+    run: RecordedRun
     policy: str
-    outcome: Outcome
+    outcome: ClusterOutcome
     comparison: Comparison
-    """Of makespans; `by_kind` has the device-seconds in tasks."""
+    """Compares makespans; `by_kind` has the device-seconds in tasks."""
 
 
 def replay(home: Path, *, policy: str = "", since: float = 0.0) -> Replay:
-    """Reads what a cluster's home holds and plays it under `policy`, by default the one that it ran.
+    """Reads the run in a cluster's home and simulates it under `policy`, by default the one that it ran under.
 
-    Jobs that were submitted before `since` (time.time()) are left out. An Error if there is nothing to play.
+    Jobs that were submitted before `since` (time.time()) are left out. An Error if there is nothing to replay.
     """
     return play(read(home, since=since), policy=policy)
 
 
-def play(run: Run, *, policy: str = "") -> Replay:
-    """The simulator's word on a recorded run."""
+def play(run: RecordedRun, *, policy: str = "") -> Replay:
+    """The simulator's prediction for a recorded run."""
     name = policy or run.policy
-    costs = Costs(jitter=run.jitter, switch=0.0, restart=0.0, move=0.0)
-    outcome = simulate([r.job for r in run.jobs], run.cluster, named(name), level="task", costs=costs)
+    overheads = Overheads(jitter=run.jitter, switch=0.0, restart=0.0, move=0.0)
+    outcome = simulate([r.job for r in run.jobs], run.cluster, named(name), level="task", overheads=overheads)
     predicted, measured = outcome.makespan, run.makespan
     comparison = Comparison(
         predicted=predicted,
@@ -102,8 +102,8 @@ def play(run: Run, *, policy: str = "") -> Replay:
     return Replay(run, name, outcome, comparison)
 
 
-def read(home: Path, *, since: float = 0.0) -> Run:
-    """The jobs of a home that have run and ended, with what their tasks took."""
+def read(home: Path, *, since: float = 0.0) -> RecordedRun:
+    """The jobs of a home that have run and ended, with the times of their tasks."""
     where = Home(Path(home))
     if not where.database.exists():
         raise Error(f"{home}: expected a cluster's home, with cluster.db in it")
@@ -113,14 +113,14 @@ def read(home: Path, *, since: float = 0.0) -> Run:
         rows = [r for r in store.jobs(("finished", "failed", "cancelled"), limit=1_000_000) if r.submitted >= since]
     finally:
         store.close()
-    tasks: dict[str, list[Ran]] = defaultdict(list)
-    for ran in recorder.ran(home):
+    tasks: dict[str, list[TaskLine]] = defaultdict(list)
+    for ran in recorder.recorded_tasks(home):
         tasks[ran.job].append(ran)
-    held = _held(home)
-    rows = [r for r in reversed(rows) if r.ended is not None and (held[str(r.id)] if r.gang else tasks[str(r.id)])]
+    leases = _leases(home)
+    rows = [r for r in reversed(rows) if r.ended is not None and (leases[str(r.id)] if r.gang else tasks[str(r.id)])]
     if not rows:
         raise Error(f"{home}: expected jobs that have ended and recorded tasks, found none")
-    first = min(x.start for r in rows for x in (held[str(r.id)] if r.gang else tasks[str(r.id)]))
+    first = min(x.start for r in rows for x in (leases[str(r.id)] if r.gang else tasks[str(r.id)]))
     jobs, spreads, overheads = [], [], []
     for row in rows:
         mine = tasks[str(row.id)]
@@ -128,17 +128,17 @@ def read(home: Path, *, since: float = 0.0) -> Run:
         overheads += waits
         overhead = _mean(waits)
         if row.gang:
-            job = _gang(row, held[str(row.id)], first, settings.device_bytes)
+            job = _gang(row, leases[str(row.id)], first, settings.device_bytes)
         else:
             job = _job(row, mine, first, overhead=overhead, devices=settings.devices)
             spreads.append(_spread(mine))
         assert row.ended is not None
-        jobs.append(Recorded(id=row.id, job=job, finish=row.ended - first, tasks=len(mine)))
+        jobs.append(RecordedJob(id=row.id, job=job, finish=row.ended - first, tasks=len(mine)))
     busy = sum(t.stop - t.start for r in jobs for t in tasks[str(r.id)])
     emulated = settings.emulated
-    return Run(
+    return RecordedRun(
         policy=settings.policy,
-        cluster=Cluster(devices=settings.devices, node=settings.devices, device_bytes=settings.device_bytes),
+        cluster=ClusterSize(devices=settings.devices, node=settings.devices, device_bytes=settings.device_bytes),
         jobs=tuple(jobs),
         jitter=float(np.median(spreads)) if spreads else 0.0,
         overhead=float(np.median(overheads)) if overheads else 0.0,
@@ -147,10 +147,10 @@ def read(home: Path, *, since: float = 0.0) -> Run:
     )
 
 
-def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float, devices: int) -> Job:
-    """The mean of every worker's tasks, exactly: shares of the longest stand in the place of depths.
+def _job(row: StoredJob, tasks: Sequence[TaskLine], origin: float, *, overhead: float, devices: int) -> Job:
+    """A job with the mean time of every worker's tasks, given as depths: shares of the longest.
 
-    Where there are more workers than devices, one stands for several that run one after the other.
+    If there are more workers than devices, some workers are merged, as if their tasks ran one after the other.
     """
     by_worker: dict[int, list[float]] = defaultdict(list)
     for t in tasks:
@@ -162,8 +162,8 @@ def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float, devi
         name=f"{row.id} {row.name}",
         arrival=_exact(max(0.0, row.submitted - origin)),
         phases=(
-            Phase(
-                iterations=len({t.iteration for t in tasks}),  # again after a restart counts once, as in the curve
+            JobPhase(
+                iterations=len({t.iteration for t in tasks}),  # one that was repeated after a restart counts once
                 workers=len(means),
                 depths=tuple(min(1.0, m / longest) for m in means),
             ),
@@ -177,7 +177,7 @@ def _job(row: Row, tasks: Sequence[Ran], origin: float, *, overhead: float, devi
 
 
 def folded(seconds: list[float], most: int) -> list[float]:
-    """At most so many, of the same sum: the longest first, each to whom has the least so far."""
+    """At most `most` times with the same sum: the longest first, each added to the smallest so far."""
     if len(seconds) <= most:
         return seconds
     found = [0.0] * most
@@ -186,21 +186,21 @@ def folded(seconds: list[float], most: int) -> list[float]:
     return found
 
 
-def _gang(row: Row, leases: Sequence[Held], origin: float, device_bytes: int) -> Job:
-    """One long iteration that leaves no memory for others."""
+def _gang(row: StoredJob, leases: Sequence[LeaseLine], origin: float, device_bytes: int) -> Job:
+    """A gang as one long iteration that leaves no memory for others."""
     seconds = max(h.stop for h in leases) - min(h.start for h in leases)
     return Job(
         name=f"{row.id} {row.name}",
         arrival=_exact(max(0.0, row.submitted - origin)),
-        phases=(Phase(iterations=1, workers=row.gang),),
+        phases=(JobPhase(iterations=1, workers=row.gang),),
         forward=max(seconds, 1e-6),
         persistent_bytes=device_bytes,
         background=row.share == "background",
     )
 
 
-def _off_device(tasks: Sequence[Ran], described: Described | None) -> float:
-    """Mean seconds from an iteration's last end to the next one's release; what the job said if none was recorded."""
+def _off_device(tasks: Sequence[TaskLine], described: Described | None) -> float:
+    """Mean seconds from an iteration's last task to the next release; what the job declared if none was recorded."""
     released: dict[int, float] = {}
     last: dict[int, float] = {}
     for t in tasks:
@@ -214,7 +214,7 @@ def _off_device(tasks: Sequence[Ran], described: Described | None) -> float:
     return _exact(_mean(gaps))
 
 
-def _spread(tasks: Sequence[Ran]) -> float:
+def _spread(tasks: Sequence[TaskLine]) -> float:
     by_worker: dict[int, list[float]] = defaultdict(list)
     for t in tasks:
         by_worker[t.worker].append(t.stop - t.start)
@@ -223,7 +223,7 @@ def _spread(tasks: Sequence[Ran]) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Without what is far out: a process that was started again in between is not the job's."""
+    """The mean without outliers, such as the time in which a process was restarted."""
     if not values:
         return 0.0
     limit = 10 * float(np.median(values)) + 1e-3
@@ -231,17 +231,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _exact(seconds: float) -> float:
-    """To the microsecond, which is what clocks tell: jobs that are the same look the same."""
+    """Rounded to microseconds, so that equal jobs look equal."""
     return round(seconds, 6)
 
 
-def _held(home: Path) -> dict[str, list[Held]]:
-    """Leases by job, in seconds of the calendar's clock."""
-    found: dict[str, list[Held]] = defaultdict(list)
+def _leases(home: Path) -> dict[str, list[LeaseLine]]:
+    """Leases by job. Times are of time.time()."""
+    found: dict[str, list[LeaseLine]] = defaultdict(list)
     offset = 0.0
     for line in recorder.lines(home):
-        if isinstance(line, recorder.Clock):
+        if isinstance(line, recorder.ClockLine):
             offset = line.offset
-        elif isinstance(line, Held):
+        elif isinstance(line, LeaseLine):
             found[line.job].append(msgspec.structs.replace(line, start=line.start + offset, stop=line.stop + offset))
     return found

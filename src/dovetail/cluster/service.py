@@ -1,4 +1,4 @@
-"""The coordinator's process: store, engine, peers and HTTP in one event loop. Started by the supervisor only."""
+"""The process of the coordinator: store, engine, peers and HTTP in one event loop. Started by the supervisor only."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from dovetail.core.errors import Error
 
 from .coordinator import decide, peers, watchdog
 from .coordinator.coordinator import Coordinator
-from .coordinator.events import Hearing
+from .coordinator.events import PeerEvents
 from .coordinator.job_store import Store
-from .coordinator.peers import note
 from .engines.base import Engine
-from .engines.local import LocalEngine, SupervisorGone
+from .engines.local import LocalEngine, SupervisorLost
+from .engines.process import note
 from .engines.supervisor import WRONG_SETTINGS
-from .home import Address, Home, Settings, sweep_arenas
-from .up_down import read_token
+from .home import Address, Home, Settings, read_token
 from .web.api import make_app
 
 
-class _Server(uvicorn.Server):
-    """Signals are ours."""
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: `run` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -47,7 +46,7 @@ def engine_for(home: Home, settings: Settings) -> Engine:
 
 
 async def run(home: Home, settings: Settings, control: socket.socket, http: socket.socket, parent: int) -> None:
-    """Until SIGTERM, or until the supervisor is gone."""
+    """Serves until SIGTERM, or until the supervisor has ended."""
     token = read_token(Path(settings.token_file)) if settings.token_file else ""
     store = Store(home.database)
     address: tuple[str, int] = control.getsockname()[:2]
@@ -56,7 +55,7 @@ async def run(home: Home, settings: Settings, control: socket.socket, http: sock
         make_app(coordinator, token=token), log_level="warning", access_log=False, lifespan="off", ws="none",
         timeout_keep_alive=30, limit_concurrency=512, server_header=False,
     )  # fmt: skip
-    server = _Server(config)
+    server = _HttpServer(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -77,10 +76,10 @@ async def run(home: Home, settings: Settings, control: socket.socket, http: sock
             await coordinator.open()
         except Error as e:
             _wrong_settings(e)
-        await peers.serve(control, home.key(), Hearing(coordinator))
+        await peers.serve(control, home.key(), PeerEvents(coordinator))
         note(f"{len(coordinator.executors)} devices, {len(coordinator.jobs)} jobs")
         await asyncio.gather(
-            _hear_exits(coordinator), decide.decide_forever(coordinator), watchdog.watch_forever(coordinator)
+            _take_exits(coordinator), decide.decide_forever(coordinator), watchdog.watch_forever(coordinator)
         )
 
     tasks.append(asyncio.create_task(work()))
@@ -88,28 +87,26 @@ async def run(home: Home, settings: Settings, control: socket.socket, http: sock
     failures = [e for t in done if not t.cancelled() and (e := t.exception()) is not None]
     coordinator.save()
     store.close()
-    if os.getppid() != parent:  # nobody else is left to do it
+    if os.getppid() != parent:  # the supervisor has ended, and cannot clean up
         if settings.engine != "local":
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(coordinator.engine.close(stop=True), 10.0)
-        sweep_arenas(home.path)
-        for name in ("supervisor.sock", "address.json"):
-            (home.path / name).unlink(missing_ok=True)
+        home.sweep()
     for failure in failures:
-        if not isinstance(failure, SupervisorGone):
+        if not isinstance(failure, SupervisorLost):
             traceback.print_exception(failure)
             os._exit(1)
-    os._exit(0)  # nothing is left to be told, and nobody is waited for
+    os._exit(0)  # at once: nothing is left to be written, and no thread is waited for
 
 
-async def _hear_exits(coordinator: Coordinator) -> None:
+async def _take_exits(coordinator: Coordinator) -> None:
     while True:
         for end in await coordinator.engine.exits():
             coordinator.exited(end)
 
 
 def _wrong_settings(error: Error) -> NoReturn:
-    """Another start would end the same way: the supervisor gives up, and `up` tells this line."""
+    """Another start would fail the same way: the supervisor gives up, and `up` prints this line."""
     print(f"dovetail: {error}", file=sys.stderr, flush=True)
     os._exit(WRONG_SETTINGS)
 

@@ -1,4 +1,4 @@
-"""Starting and ending a cluster from outside: what `dovetail cluster up` and `down` call."""
+"""Starting and ending a cluster: what `dovetail cluster up` and `down` call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.core.errors import Error, MissingExtra
 from .client import Client, Unreachable
 from .coordinator.job_store import Store
 from .engines import process
-from .home import Address, Home, Settings, default_home, sweep_arenas
+from .home import Address, Home, Settings, default_home, read_token
 from .transport.messages import Shutdown
 from .transport.wire import Connection, Lost
 
@@ -23,7 +23,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def memory_bytes() -> int:
-    """Of this machine."""
+    """The memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -66,7 +66,7 @@ def up(
     if where.supervisor() is not None:
         return _wait(where, timeout), True
     if where.database.exists():
-        Store(where.database).close()  # fails now, rather than after the processes have started
+        Store(where.database).close()  # a wrong store fails here, before any process is started
     devices = devices or (8 if emulated else len(os.sched_getaffinity(0)))
     device_bytes = device_bytes or (16 * 2**30 if emulated else memory_bytes() * 4 // 5 // devices)
     where.create()
@@ -79,20 +79,20 @@ def up(
             token_file=str(token_file.absolute()) if token_file else "",
         )
     )  # fmt: skip
-    said = {path: path.stat().st_size for path in where.logs.glob("*.log")}
+    sizes = {path: path.stat().st_size for path in where.logs.glob("*.log")}
     with (where.logs / "supervisor.log").open("ab") as log:
         subprocess.run(
             [sys.executable, "-m", "dovetail.cluster.engines.supervisor", str(where.path)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=process.scrubbed(os.environ), cwd=where.path,
             check=True, timeout=timeout,
         )  # fmt: skip
-    return _wait(where, timeout, said), False
+    return _wait(where, timeout, sizes), False
 
 
-def _wait(home: Home, timeout: float, said: dict[Path, int] | None = None) -> Address:
-    """Until the API answers and every device is ready; an Error with the reason if the supervisor ends before.
+def _wait(home: Home, timeout: float, sizes: dict[Path, int] | None = None) -> Address:
+    """Waits until the API answers and every device is ready; an Error with the reason if the supervisor ends before.
 
-    `said`: how long the logs were before.
+    `sizes`: bytes of each log before this start.
     """
     limit, seen = time.monotonic() + timeout, False
     while time.monotonic() < limit:
@@ -105,36 +105,37 @@ def _wait(home: Home, timeout: float, said: dict[Path, int] | None = None) -> Ad
         running = home.supervisor() is not None
         seen = seen or running
         if not running and (seen or time.monotonic() > limit - timeout + 2.0):
-            raise Error(f"the cluster did not start: {_last_words(home, said or {})}")
+            raise Error(f"the cluster did not start: {_last_error(home, sizes or {})}")
         time.sleep(0.01)
     raise Error(f"the cluster is not ready after {timeout:g} s; see {home.logs}")
 
 
-def _last_words(home: Home, said: dict[Path, int]) -> str:
+def _last_error(home: Home, sizes: dict[Path, int]) -> str:
+    """The last error line that the coordinator or the supervisor has logged since."""
     for path in (home.logs / "coordinator.log", home.logs / "supervisor.log"):
         with contextlib.suppress(OSError):
-            lines = path.read_bytes()[said.get(path, 0) :].decode("utf-8", "replace").splitlines()
-            told = [line for line in lines if line.startswith("dovetail: ")]
-            if told:
-                return told[-1].removeprefix("dovetail: ")
+            lines = path.read_bytes()[sizes.get(path, 0) :].decode("utf-8", "replace").splitlines()
+            errors = [line for line in lines if line.startswith("dovetail: ")]
+            if errors:
+                return errors[-1].removeprefix("dovetail: ")
     return f"see {home.logs}"
 
 
 def down(home: Path | None = None, *, grace: float = 10.0, timeout: float = 30.0) -> bool:
     """Ends the cluster of a home: jobs write checkpoints within `grace` seconds, then everything ends.
 
-    False if none ran. Whatever a killed cluster left behind is removed in either case. Jobs stay in the store and go
-    on with the next `up`.
+    False if none ran. What a killed cluster left behind is removed in either case. Jobs stay in the store and continue
+    with the next `up`.
     """
     where = Home((home or default_home()).absolute())
     pid = where.supervisor()
     if pid is None:
         if where.path.is_dir():
-            _sweep(where)
+            where.sweep()
         return False
     try:
         Client(where.path, timeout=grace + 10.0).down(grace=grace)
-    except Error:  # no coordinator to ask
+    except Error:  # no coordinator answers: the supervisor ends the processes
         with contextlib.suppress(OSError, Lost):
             connection = Connection(where.connect())
             connection.send(Shutdown())
@@ -147,22 +148,5 @@ def down(home: Path | None = None, *, grace: float = 10.0, timeout: float = 30.0
         if time.monotonic() > limit + 5.0:
             raise Error(f"process {pid} does not end")
         time.sleep(0.01)
-    _sweep(where)
+    where.sweep()
     return True
-
-
-def _sweep(home: Home) -> None:
-    sweep_arenas(home.path)
-    for name in ("supervisor.sock", "address.json"):
-        (home.path / name).unlink(missing_ok=True)
-
-
-def read_token(path: Path) -> str:
-    """The secret in a file: its first line."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise Error(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
-    if not 16 <= len(text) <= 1024 or not text.isascii() or not text.isprintable() or " " in text:
-        raise Error(f"{path}: expected a token of 16 to 1024 printable characters without spaces")
-    return text

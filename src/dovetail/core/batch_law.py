@@ -1,4 +1,4 @@
-"""How a layer's time grows with the local batch: t(b) = t0 + t1·b, with how far that is off."""
+"""How a layer's time grows with the local batch: t(b) = t0 + t1·b, and the error of that law."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .files import Record, Seconds
 from .profile import Layer
 
 _SHORTEST = 1e-12
-"""Seconds; below it a time is none."""
+"""Seconds; a shorter time counts as zero."""
 
 
 class BatchLaw(Record, frozen=True, kw_only=True):
     """Seconds of forward and backward together, as an affine function of the local batch."""
 
     fixed: Seconds
-    """t0: what even an empty batch costs."""
+    """t0: seconds that even an empty batch costs."""
     per_sample: Seconds
-    """t1."""
+    """t1: seconds that each sample adds."""
     error: float
-    """Mean relative error over the measured batches; 0 where there are too few to be wrong."""
+    """Mean relative error over the measured batches; 0 where there are too few of them to show one."""
     worst: float
     """The largest relative error among them."""
 

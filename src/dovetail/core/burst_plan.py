@@ -10,7 +10,7 @@ from .files import Bytes, Count, Name, Noun, Record, Seconds
 
 
 class BurstPrediction(Record, frozen=True, kw_only=True):
-    """What the cost model says of one iteration."""
+    """What the cost model predicts for one iteration."""
 
     iteration: Seconds
     device_time: Seconds
@@ -18,7 +18,7 @@ class BurstPrediction(Record, frozen=True, kw_only=True):
     one_device: Seconds
     """Computation of the whole global batch on one device."""
     memory: Bytes
-    """Of the rank that needs the most."""
+    """Memory of the rank that needs most."""
 
     @property
     def amplification(self) -> float:
@@ -35,9 +35,9 @@ class BurstPlan(Noun, frozen=True, kw_only=True):
     profile: Name
     network: Name
     devices: Count
-    """How many the job may use at most."""
+    """The most that the job may use."""
     batch: Count
-    """Global: the sum over the ranks of any one layer."""
+    """Global batch: the sum over the ranks of any one layer."""
     layers: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1)]
     """Names of the profile's layers, in execution order."""
     counts: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]

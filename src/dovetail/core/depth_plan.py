@@ -22,26 +22,26 @@ class WorkerPrediction(Record, frozen=True, kw_only=True):
     forward: Seconds
     backward: Seconds
     activations: Bytes
-    """Kept for backward."""
+    """Outputs kept for backward."""
     sent: Bytes
-    """Gradients and results it puts on the wire; copies that others relay for it count as its own."""
+    """Gradients and results that it puts on the wire; copies that others relay for it count as its own."""
     memory: Bytes = 0
-    """At most held at once: weights, gradients, the optimiser's state and activations."""
+    """The most that it holds at once: weights, gradients, the optimiser's state and activations."""
 
 
-class Phase(Record, frozen=True, kw_only=True):
+class DepthPhase(Record, frozen=True, kw_only=True):
     """A part of training with one assignment of depths."""
 
     begins: Annotated[float, msgspec.Meta(ge=0, lt=1)]
-    """Fraction of the training's steps after which this phase begins; 0 for the first."""
+    """Fraction of the training's iterations after which this phase begins; 0 for the first."""
     depths: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
     """For each worker, how many of the last segments it backpropagates through."""
     batches: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
     """Local batch of each worker."""
     workers: tuple[WorkerPrediction, ...]
-    """What the cost model says of each worker."""
+    """What the cost model predicts for each worker."""
     iteration: Seconds
-    """Predicted, communication included."""
+    """Predicted time of an iteration, communication included."""
 
 
 class DepthPlan(Noun, frozen=True, kw_only=True):
@@ -55,9 +55,9 @@ class DepthPlan(Noun, frozen=True, kw_only=True):
     layers: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1)]
     """Names of the profile's layers, in execution order."""
     segments: Annotated[tuple[Segment, ...], msgspec.Meta(min_length=1)]
-    phases: Annotated[tuple[Phase, ...], msgspec.Meta(min_length=1)]
-    full: Phase
-    """Full backpropagation with the same global batch, equally shared: what the savings are counted against."""
+    phases: Annotated[tuple[DepthPhase, ...], msgspec.Meta(min_length=1)]
+    full: DepthPhase
+    """Full backpropagation with the same global batch, equally shared: the reference for all savings."""
 
     def check(self) -> None:
         at = 0
@@ -76,7 +76,7 @@ class DepthPlan(Noun, frozen=True, kw_only=True):
         for name, phase in [*((f"phases[{i}]", p) for i, p in enumerate(self.phases)), ("full", self.full)]:
             self._check_phase(name, phase)
 
-    def _check_phase(self, name: str, phase: Phase) -> None:
+    def _check_phase(self, name: str, phase: DepthPhase) -> None:
         k = self.workers
         for field in ("depths", "batches", "workers"):
             if len(getattr(phase, field)) != k:
@@ -84,7 +84,9 @@ class DepthPlan(Noun, frozen=True, kw_only=True):
         if max(phase.depths) > len(self.segments):
             raise ValueError(f"{name}.depths: expected at most {len(self.segments)}, got {max(phase.depths)}")
         if max(phase.depths) < len(self.segments):
-            raise ValueError(f"{name}.depths: expected some worker to reach the first segment; nobody would train it")
+            raise ValueError(
+                f"{name}.depths: expected some worker to reach the first segment: nobody would train it"
+            )
 
     @property
     def workers(self) -> int:

@@ -1,7 +1,7 @@
 """Reading and writing the nouns as JSON: strict on the way in, atomic on the way out.
 
 A stored noun is one JSON object whose first two fields say what it is: ``"kind"`` ("profile", "network", …) and
-``"version"``. A reader accepts exactly the versions it knows.
+``"version"``. A reader accepts its own version, and every older one that `UPGRADES` leads up from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -48,6 +48,13 @@ class Noun(Record, frozen=True, kw_only=True):
 
 N = TypeVar("N", bound=Noun)
 
+UPGRADES: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""(kind, version) → the function that turns the fields of that version into those of the next one.
+
+Whoever changes the stored form of a noun raises its `version` and registers the way up from the old one here, so that
+files of users stay readable (CONTRIBUTING.md, "Files").
+"""
+
 
 def read(path: str | Path, noun: type[N]) -> N:
     """The noun stored in `path`; an InputError that names file and field if it is not one."""
@@ -79,9 +86,7 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
         raise InputError(
             path, "kind", f"expected {noun.kind!r}, got {kind!r}" if kind else f"missing, expected {noun.kind!r}"
         )
-    if version != noun.version or isinstance(version, bool):
-        got = "missing" if version is None else f"got {version!r}"
-        raise InputError(path, "version", f"expected {noun.version}, {got}; this dovetail reads no other version")
+    data = _upgraded(data, version, noun, path)
     for field, number in _not_finite(data):
         raise InputError(path, field, f"expected a finite number, got {number}")
     try:
@@ -94,6 +99,29 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
         field, _, expected = str(e).partition(": ")
         raise InputError(path, field, expected) from None
     return value
+
+
+def _upgraded(data: dict[str, Any], version: Any, noun: type[Noun], path: str | Path) -> dict[str, Any]:
+    """The fields of a stored noun in their present version; an InputError that says what to do where there is no way.
+
+    ValueErrors of an upgrade ("field: what was expected") are told like those of `Noun.check`.
+    """
+    if not isinstance(version, int) or isinstance(version, bool):
+        got = "missing" if version is None else f"got {version!r}"
+        raise InputError(path, "version", f"expected {noun.version}, {got}; is this a file that dovetail has written?")
+    if version > noun.version:
+        newer = f"expected {noun.version}, got {version}: a newer dovetail has written this file"
+        raise InputError(path, "version", f"{newer}; upgrade with `pip install -U dovetail-train`")
+    for step in range(version, noun.version):
+        if (noun.kind, step) not in UPGRADES:
+            older = f"expected {noun.version}, got {version}, which this dovetail cannot read"
+            raise InputError(path, "version", f"{older}; write the file again with the command that made it")
+        try:
+            data = UPGRADES[noun.kind, step](data)
+        except ValueError as e:
+            field, _, expected = str(e).partition(": ")
+            raise InputError(path, field, expected) from None
+    return data
 
 
 def encode(noun: Noun) -> str:
@@ -114,8 +142,11 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | Path, *, durable: bool = False, private: bool = False) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place if the block succeeds, and vanishes if it does not.
+
+    `durable`: when this returns, the new content is on the disk, also after a power failure. `private`: nobody but the
+    owner may read it.
 
     Through a symbolic link, the file that it points to. A device or a pipe (/dev/null, /dev/stdout) keeps its place and
     is written to: root would otherwise take it from everybody.
@@ -136,14 +167,27 @@ def replacing(path: str | Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 would hide the file from the user's colleagues
+        if not private:
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 would hide the file from the user's colleagues
+        if durable:
+            _sync(temporary)
         temporary.replace(path)
+        if durable:
+            _sync(path.parent)
     except IsADirectoryError:
         raise Error(f"{path}: cannot be written: is a directory") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _not_finite(value: Any, at: str = "") -> Iterator[tuple[str, float]]:

@@ -22,7 +22,7 @@ class Stage(Record, frozen=True, kw_only=True):
     workers: Count
 
 
-class Phase(Record, frozen=True, kw_only=True):
+class JobPhase(Record, frozen=True, kw_only=True):
     """A stretch of training in which every iteration has the same shape."""
 
     iterations: Count
@@ -46,11 +46,11 @@ class Job(Noun, frozen=True, kw_only=True):
 
     name: Name
     arrival: Seconds = 0.0
-    phases: Annotated[tuple[Phase, ...], msgspec.Meta(min_length=1)]
+    phases: Annotated[tuple[JobPhase, ...], msgspec.Meta(min_length=1)]
     forward: Seconds = 0.0
-    """Of one worker's task, in seconds."""
+    """Seconds of the forward pass of one worker's task."""
     backward: Seconds = 0.0
-    """Of a full backward pass, in seconds."""
+    """Seconds of a full backward pass."""
     off_device: Seconds = 0.0
     stages: tuple[Stage, ...] = ()
     persistent_bytes: Bytes = 0
@@ -58,7 +58,7 @@ class Job(Noun, frozen=True, kw_only=True):
     ephemeral_bytes: Bytes = 0
     """What a task of full depth needs on top while it runs."""
     background: bool = False
-    """True for a job that only fills gaps: below every other job in priority."""
+    """True for a job that only fills gaps: every other job has priority over it."""
     tenant: str = ""
 
     def check(self) -> None:
@@ -78,7 +78,7 @@ class Job(Noun, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """Of its first phase."""
+        """Workers of the first phase."""
         return self.phases[0].workers
 
     @property
@@ -97,7 +97,7 @@ class Job(Noun, frozen=True, kw_only=True):
         return sum(p.iterations * p.workers for p in self.phases) * self.gang_period
 
     def shape(self, phase: int = 0, workers: int | None = None) -> Shape:
-        """What one iteration of a phase asks for, with fewer workers if so said."""
+        """What one iteration of a phase asks for, with its own number of workers or with `workers`."""
         p = self.phases[phase]
         k = p.workers if workers is None else workers
         if self.stages:
@@ -120,7 +120,7 @@ class Job(Noun, frozen=True, kw_only=True):
         """The same job at other depths: the ladder 1/k..1, or full depth first and the ladder in the last half."""
         if self.stages:
             return self
-        phases: list[Phase] = []
+        phases: list[JobPhase] = []
         for p in self.phases:
             rungs = ladder(p.workers) if p.workers > 1 else ()
             if depths == "full" or not rungs:
@@ -148,14 +148,14 @@ class Shape:
     pinned: bool
     """True where task i may only run on the job's i-th device (burst stages); otherwise on any device of the job."""
     progress: float
-    """Iterations that one of this shape counts for: below 1 where an elastic job runs with fewer workers."""
+    """Iterations that one of this shape counts as: below 1 where an elastic job runs with fewer workers."""
     width: int
     work: float
     """Device-seconds of its tasks."""
     period: float
     """Seconds of one iteration on devices of its own."""
     duty: float
-    """The share of each of `width` devices that it uses then."""
+    """Share of the period in which it uses its `width` devices, on average over them."""
 
     @property
     def held(self) -> float:

@@ -1,4 +1,4 @@
-"""Network: what communication costs."""
+"""Network: what collectives cost among a number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Cost(Protocol):
-    """Seconds that one collective of so many bytes takes. Takes and returns arrays, so that planners stay fast."""
+    """Seconds that one collective takes, by its bytes. Takes and returns arrays, so that planners stay fast."""
 
     def __call__(self, nbytes: npt.ArrayLike, /) -> FloatArray: ...
 
@@ -52,7 +52,7 @@ class TableCost:
         return inside + slope * np.maximum(0.0, x - x1)
 
 
-class Sample(Record, frozen=True, kw_only=True):
+class CostSample(Record, frozen=True, kw_only=True):
     """One point of a measured table."""
 
     bytes: Bytes
@@ -60,7 +60,7 @@ class Sample(Record, frozen=True, kw_only=True):
 
 
 class Fit(Record, frozen=True, kw_only=True):
-    """The affine law through a table, and how far off it is."""
+    """The affine law through a table, and its error."""
 
     latency: Seconds
     seconds_per_byte: Seconds
@@ -72,7 +72,7 @@ class Collective(Record, frozen=True, kw_only=True):
     """What one collective costs at the network's own number of ranks; `samples` is empty for a preset."""
 
     fit: Fit
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[CostSample, ...] = ()
 
     def cost(self) -> Cost:
         if len(self.samples) < 2:
@@ -94,7 +94,7 @@ class Network(Noun, frozen=True, kw_only=True):
     name: Name
     ranks: Annotated[int, msgspec.Meta(ge=2, le=MOST_COUNT)]
     source: str
-    """How it came about: the command and backend that measured it, or where a preset's figures come from."""
+    """Where it comes from: the command and backend that measured it, or where a preset's figures come from."""
     measured: bool
     emulated: bool = False
     """True where latency was added or links were rate-limited on purpose."""

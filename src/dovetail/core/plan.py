@@ -1,4 +1,4 @@
-"""Plan: what to do."""
+"""Plan: the buckets in which the gradients of a model travel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bucket(Record, frozen=True, kw_only=True):
 
 
 class Prediction(Record, frozen=True, kw_only=True):
-    """What the simulator says of one iteration, in seconds."""
+    """What the simulator predicts for one iteration, in seconds."""
 
     iteration: Seconds
     forward: Seconds
@@ -112,7 +112,7 @@ _appliers: list[Callable[[Plan, Any], None]] = []
 
 
 def register_applier(apply: Callable[[Plan, Any], None]) -> None:
-    """Says what `Plan.apply` calls. The package's root does: nouns know no training library, nor who knows one."""
+    """Sets what `Plan.apply` calls. The package's root calls this: core must not import training code."""
     _appliers.append(apply)
 
 

@@ -1,4 +1,4 @@
-"""Profile: what a job is made of."""
+"""Profile: a model's layers and gradients, with sizes and times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Layer(Record, frozen=True, kw_only=True):
     activation_bytes: Bytes
     """Bytes of the layer's output for one sample."""
     times: Annotated[tuple[LayerTime, ...], msgspec.Meta(min_length=1)]
-    """By ascending batch."""
+    """In ascending order of batch."""
 
     def forward(self, batch: int) -> float:
         return _at(batch, [(t.batch, t.forward.median) for t in self.times])
@@ -110,7 +110,7 @@ class Profile(Noun, frozen=True, kw_only=True):
         return sum(layer.forward(batch or self.batch) for layer in self.layers)
 
     def backward_time(self, batch: int | None = None) -> float:
-        """Never before the last gradient is ready."""
+        """Seconds of backward; it does not end before the last gradient is ready."""
         here = max(sum(layer.backward(self.batch) for layer in self.layers), self.tensors[-1].ready)
         return here * self._backward_ratio(batch)
 

@@ -1,4 +1,4 @@
-"""Layout: which rank holds which samples of a global batch, and what moves when the next stage has other ranks."""
+"""SampleLayout: which rank holds which samples of a global batch, and what moves when a stage has other ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Layout:
+class SampleLayout:
     """Samples 0 .. batch − 1 on ranks. Every rank holds its samples in ascending order."""
 
     batch: int
@@ -26,7 +26,7 @@ class Layout:
         return next(rank for rank, samples in self.held if samples)
 
 
-def block_layout(batch: int, ranks: Sequence[int]) -> Layout:
+def block_layout(batch: int, ranks: Sequence[int]) -> SampleLayout:
     """Consecutive blocks, one per rank in the order given; the first ranks get one more where it does not divide."""
     each, more = divmod(batch, len(ranks))
     held, at = [], 0
@@ -34,10 +34,10 @@ def block_layout(batch: int, ranks: Sequence[int]) -> Layout:
         size = each + (i < more)
         held.append((rank, tuple(range(at, at + size))))
         at += size
-    return Layout(batch, tuple(sorted(held)))
+    return SampleLayout(batch, tuple(sorted(held)))
 
 
-def next_layout(before: Layout, ranks: Sequence[int]) -> Layout:
+def next_layout(before: SampleLayout, ranks: Sequence[int]) -> SampleLayout:
     """Evenly over `ranks` (sizes differ by one at most), with as many samples as possible where they are.
 
     Where the batch does not divide, the ranks that hold more than the even share already keep one more, so no other
@@ -48,10 +48,10 @@ def next_layout(before: Layout, ranks: Sequence[int]) -> Layout:
     quota = {rank: each + (i < more) for i, rank in enumerate(wanting)}
     kept = {rank: list(before.samples(rank)[: quota[rank]]) for rank in ranks}
     staying = {s for samples in kept.values() for s in samples}
-    homeless = iter(s for s in range(before.batch) if s not in staying)
+    moving = iter(s for s in range(before.batch) if s not in staying)
     for rank in ranks:
-        kept[rank] += [next(homeless) for _ in range(quota[rank] - len(kept[rank]))]
-    return Layout(before.batch, tuple(sorted((rank, tuple(sorted(samples))) for rank, samples in kept.items())))
+        kept[rank] += [next(moving) for _ in range(quota[rank] - len(kept[rank]))]
+    return SampleLayout(before.batch, tuple(sorted((rank, tuple(sorted(samples))) for rank, samples in kept.items())))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Move:
     """What one rank does when samples go from one layout to another; positions are rows of its local tensors."""
 
     rows: int
-    """It holds afterwards."""
+    """Samples that the rank holds afterwards."""
     keeps: tuple[tuple[int, ...], tuple[int, ...]]
     """(rows before, rows after) of the samples that stay."""
     sends: tuple[tuple[int, tuple[int, ...]], ...]
@@ -68,8 +68,8 @@ class Move:
     """(from rank, rows after), by rank."""
 
 
-def move(before: Layout, after: Layout, rank: int) -> Move:
-    """The part of `rank`. Both ends of a message list its samples in ascending order."""
+def move(before: SampleLayout, after: SampleLayout, rank: int) -> Move:
+    """What `rank` does. Both ends of a message list its samples in ascending order."""
     mine, next_ = before.samples(rank), after.samples(rank)
     row = {s: i for i, s in enumerate(mine)}
     stay = [(row[s], i) for i, s in enumerate(next_) if s in row]
@@ -85,13 +85,13 @@ def move(before: Layout, after: Layout, rank: int) -> Move:
     )
 
 
-def moved(before: Layout, after: Layout) -> int:
+def moved(before: SampleLayout, after: SampleLayout) -> int:
     """Samples that change their rank."""
     return sum(len(set(samples) - set(before.samples(rank))) for rank, samples in after.held)
 
 
-def busiest(before: Layout, after: Layout) -> int:
-    """Samples that the busiest rank sends or receives, whichever is more: what a re-sharding's time follows."""
+def busiest(before: SampleLayout, after: SampleLayout) -> int:
+    """Samples that the busiest rank sends or receives, whichever is more: it determines the time of a re-sharding."""
     ranks = {r for r, _ in (*before.held, *after.held)}
     parts = [(set(before.samples(r)), set(after.samples(r))) for r in ranks]
     return max(max(len(a - b), len(b - a)) for a, b in parts)

@@ -1,7 +1,7 @@
 """Temporary folders that do not outlive their owner for long, even one that was killed.
 
 The owner holds a lock on a file inside its folder; the kernel lets go of it whenever the owner ends, by whatever means.
-So whoever makes the next folder can tell the dead ones, and removes them.
+So a process that makes a new folder recognises those of dead owners, and removes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _YOUNG = 60.0  # seconds in which a folder may still be without its lock
 
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """A folder named after what it is for; gone at the end, or when the next one of that name is made."""
+    """A folder named after its purpose; removed at the end, or when the next one of that name is made."""
     prefix = f"dovetail-{name}-"
     _sweep(prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix))

@@ -1,4 +1,4 @@
-"""Timeline: what happens, predicted or measured, in one shape."""
+"""Timeline: what happens in an iteration, predicted or measured, in one format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL_RANKS = "all ranks"
 
 
 class Span(Record, frozen=True, kw_only=True):
-    """Who did what, when. Times in seconds from the start of the iteration."""
+    """One activity on one track. Times are in seconds from the start of the iteration."""
 
     track: Name
     """Where: "rank 0/compute", "rank 0/network", "all ranks/network"; the part before the slash groups tracks."""
@@ -29,7 +29,7 @@ class Span(Record, frozen=True, kw_only=True):
 
 
 class Timeline(Noun, frozen=True, kw_only=True):
-    """Spans of one iteration, or of several on end."""
+    """Spans of one iteration, or of several that follow each other."""
 
     kind: ClassVar[str] = "timeline"
 
@@ -59,7 +59,7 @@ class Timeline(Noun, frozen=True, kw_only=True):
 
 
 class Comparison(Record, frozen=True, kw_only=True):
-    """A prediction beside what happened; errors are relative to what happened."""
+    """A predicted timeline against a measured one; errors are relative to the measured one."""
 
     predicted: Seconds
     measured: Seconds
@@ -88,7 +88,7 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def idle_gaps(spans: Iterable[Span], devices: Sequence[str], *, until: float) -> list[Span]:
-    """The time from 0 to `until` in which nothing of `spans` happens on a device: what others may use.
+    """The time from 0 to `until` in which none of `spans` uses a device: time for background tasks.
 
     A device is the part of a track's name before the slash; its gaps are spans on its compute track.
     """

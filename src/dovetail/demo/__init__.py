@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dovetail.core.profile import Profile
-from dovetail.emulate.contest import DOVETAIL, Outcome, Setting, run
+from dovetail.emulate.contest import DOVETAIL, ContestOutcome, EmulatedCluster, run
 from dovetail.emulate.shaped_network import available, bits_per_second
 from dovetail.view.timeline import TimelineView
 
@@ -38,13 +38,21 @@ class Lesson:
 
 
 def main(
-    *, quick: bool = False, rate: str = "2gbit", html: Path | None = None, console: Console | None = None
+    *,
+    quick: bool = False,
+    rate: str = "2gbit",
+    html: Path | None = None,
+    timelines: Path | None = None,
+    console: Console | None = None,
 ) -> dict[str, Any]:
-    """Runs the demonstration, tells it as it goes, and returns it as plain data. `html`: where its page goes."""
+    """Runs the demonstration, tells it as it goes, and returns it as plain data.
+
+    `html`: the file for its page; `timelines`: a folder for the recorded iteration of DDP and of dovetail.
+    """
     say = _teller(console or Console())
     bits_per_second(rate)
     reason = available()
-    setting = Setting(ranks=RANKS, rate=None if reason else rate)
+    setting = EmulatedCluster(ranks=RANKS, rate=None if reason else rate)
     say("[bold]dovetail demo[/]: data parallelism that plans its own gradient merging\n")
     if reason:
         say(f"[bold]Links are not limited[/]: {reason}. Ranks talk over loopback instead; gains will look different.\n")
@@ -61,11 +69,13 @@ def main(
         ["ddp"],
         setting,
         rounds=2 if quick else 4,
-        steps=2 if quick else 4,
+        iterations=2 if quick else 4,
         tuning={"measure": 6, "steps": 2} if quick else {},
         on_line=_indented(say),
     )
     story = summary.story(profile, outcome, network="loopback" if reason else f"a {rate} network")
+    if timelines:
+        summary.write_timelines(outcome, timelines)
     say("\n   One iteration of the first rank; exposed is what nothing hides:\n")
     say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], story.predicted]))
 
@@ -130,7 +140,7 @@ def _end(
     return page
 
 
-def _as_json(outcome: Outcome, lesson: Lesson, setting: Setting) -> dict[str, Any]:
+def _as_json(outcome: ContestOutcome, lesson: Lesson, setting: EmulatedCluster) -> dict[str, Any]:
     return {
         "emulated": True,
         "setting": {"ranks": setting.ranks, "rate": setting.rate or "loopback"},

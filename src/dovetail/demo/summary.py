@@ -12,12 +12,13 @@ import numpy as np
 from rich.table import Table
 
 from dovetail import planning
+from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Timeline
-from dovetail.emulate.contest import DOVETAIL, Outcome
+from dovetail.emulate.contest import DOVETAIL, ContestOutcome
 from dovetail.simulate.iteration import simulate
 from dovetail.view import units
 
@@ -43,7 +44,7 @@ class Story:
     """What was measured, with what follows from it."""
 
     profile: Profile
-    outcome: Outcome
+    outcome: ContestOutcome
     network: Network
     """As measured, under a name for people."""
     kept: Plan
@@ -54,8 +55,8 @@ class Story:
     halves: Network
 
 
-def story(profile: Profile, outcome: Outcome, *, network: str = "") -> Story:
-    from dovetail.train.data_parallel.hint import halved
+def story(profile: Profile, outcome: ContestOutcome, *, network: str = "") -> Story:
+    from dovetail.train.data_parallel.trials import halved
 
     links = msgspec.structs.replace(outcome.network, name=network or outcome.network.name)
     kept = planning.predict(outcome.kept or planning.plan(profile, links, policy="ddp"), profile, links)
@@ -117,6 +118,13 @@ def footnotes(s: Story, found: list[Line]) -> list[str]:
         f"Four steps of five took: {', '.join(spreads)}. dovetail's prediction for the second line was {told}.",
         'The third line did not run; it takes overlap="forward" and dovetail.optimizer in the script.',
     ]
+
+
+def write_timelines(outcome: ContestOutcome, folder: Path) -> None:
+    """One recorded iteration of torch's DDP and one of dovetail: ddp.json and dovetail.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for policy, name in (("ddp", THEIRS), (DOVETAIL, OURS)):
+        files.write(folder / f"{policy}.json", msgspec.structs.replace(outcome.timelines[policy], name=name))
 
 
 def export(s: Story, path: Path | None = None) -> tuple[Path | None, str]:

@@ -20,19 +20,19 @@ from dovetail.core.errors import Error
 from dovetail.core.profile import Layer, Profile
 
 
-class Device:
+class EmulatedDevice:
     """One emulated device: does one thing after the other."""
 
     def __init__(self) -> None:
-        self._free = 0.0
+        self.free = 0.0
 
     def work(self, seconds: float, *, arrived: bool) -> None:
         """Returns when the device has worked for so long: from now if its input has just `arrived` from elsewhere,
         else from when it became free."""
         if arrived:
-            self._free = max(self._free, time.perf_counter())
-        self._free += seconds
-        left = self._free - time.perf_counter()
+            self.free = max(self.free, time.perf_counter())
+        self.free += seconds
+        left = self.free - time.perf_counter()
         if left > 0:
             time.sleep(left)
 
@@ -40,7 +40,7 @@ class Device:
 class EmulatedLayer(nn.Module):
     """One layer of a profile that is a chain: rows of float32 in, rows of the profile's size out."""
 
-    def __init__(self, layer: Layer, device: Device, *, arrives: tuple[bool, bool]) -> None:
+    def __init__(self, layer: Layer, device: EmulatedDevice, *, arrives: tuple[bool, bool]) -> None:
         super().__init__()
         self.layer, self.device, self.arrives = layer, device, arrives
         """`arrives`: whether its input comes from other ranks, forward and backward."""
@@ -49,10 +49,10 @@ class EmulatedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = getattr(self, "weight", None)
-        return cast(Tensor, _Wait.apply(x, weight, self))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _EmulatedPass.apply(x, weight, self))  # type: ignore[no-untyped-call]
 
 
-class _Wait(torch.autograd.Function):
+class _EmulatedPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, layer: EmulatedLayer) -> Tensor:
         ctx.layer, ctx.shape, ctx.weight = layer, x.shape, weight
@@ -78,7 +78,7 @@ def emulated_layers(profile: Profile, counts: Sequence[int]) -> list[nn.Module]:
     if profile.edges and set(profile.edges) != {(i, i + 1) for i in range(len(profile.layers) - 1)}:
         raise Error(f"profile {profile.name!r}: emulated burst layers need a chain, but its layers branch")
     assert len(counts) == len(profile.layers)
-    device, last = Device(), len(counts) - 1
+    device, last = EmulatedDevice(), len(counts) - 1
     return [
         EmulatedLayer(
             layer, device, arrives=(i == 0 or counts[i - 1] != counts[i], i < last and counts[i + 1] != counts[i])

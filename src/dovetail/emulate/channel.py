@@ -17,7 +17,6 @@ import atexit
 import math
 import os
 import queue
-import re
 import threading
 import time
 import weakref
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.futures import Future
 
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, first_line
 
 BACKEND = "dovetail-emulated"
 LATENCY = "DOVETAIL_EMULATED_LATENCY"
@@ -177,7 +176,7 @@ class _Worker:
             try:
                 work.finish(job())
             except Exception as e:
-                self._broken = f"{work.name} failed: {_one_line(e)}"
+                self._broken = f"{work.name} failed: {first_line(e)}"
                 work.fail(self._broken)
             del item, work, job  # the tensors are the caller's again while we wait for more
 
@@ -264,12 +263,6 @@ def _outputs(args: tuple[Any, ...]) -> list[torch.Tensor]:
     if isinstance(first, torch.Tensor):
         return [first]
     return list(first) if isinstance(first, (list, tuple)) else []
-
-
-def _one_line(error: Exception) -> str:
-    """gloo's message without the place in its sources and without its advice."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first).partition(". This is typically")[0]
 
 
 def _method(name: str) -> Callable[..., dist.Work]:

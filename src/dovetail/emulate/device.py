@@ -20,9 +20,9 @@ from dovetail.core.errors import Error
 from dovetail.core.profile import ParameterTensor, Profile
 from dovetail.core.timeline import Span
 
-# Seconds by which the processor may run ahead of the emulated device in forward, as it does with a GPU's queue, so
-# that hooks which find nothing to wait for cost the device nothing.
 AHEAD = 0.002
+"""Seconds by which the processor may run ahead of the emulated device in forward, as it does with a GPU's queue, so
+that hooks which find nothing to wait for cost the device nothing."""
 
 
 def emulated(profile: Profile, *, batch: int | None = None) -> EmulatedModel:
@@ -47,7 +47,7 @@ class EmulatedModel(nn.Module):
         self.batch = batch
         parameters = {t.name: _parameter(t, i, profile.name) for i, t in enumerate(profile.tensors)}
         self._ready = [
-            _Gradient(parameters[tensor.name], at)
+            EmulatedGradient(parameters[tensor.name], at)
             for tensor, at in zip(profile.tensors, profile.ready_times(batch), strict=True)
         ]
         owners: list[dict[str, nn.Module]] = [{} for _ in profile.layers]
@@ -56,14 +56,15 @@ class EmulatedModel(nn.Module):
             path, owner = _place(self, tensor.name, parameters[tensor.name])
             if owner is not self:
                 owners[tensor.layer][path] = owner
-        self._forward = [
+        self.passes: list[tuple[tuple[nn.Module, ...], float]] = [
             (tuple(modules.values()), layer.forward(batch))
             for layer, modules in zip(profile.layers, owners, strict=True)
         ]
+        """The modules of every layer in forward order, and the layer's seconds of forward."""
         self._backward_seconds = profile.backward_time(batch)
         self._free = 0.0
         self._scale = 0.0
-        self._root = torch.zeros((), requires_grad=True)  # where the chain of backward steps ends; gets no gradient
+        self._root = torch.zeros((), requires_grad=True)  # where the graph of backward ends; gets no gradient
         self.forward_span = (0.0, 0.0)
         self.backward_span = (0.0, 0.0)
         self.ready_stamps: list[float] = []
@@ -77,26 +78,31 @@ class EmulatedModel(nn.Module):
         start = self._free = time.perf_counter()
         out = x.detach().to(torch.float64).mean().to(torch.float32)
         self._scale = float(out)
-        if torch.is_grad_enabled():
-            out = self._chain(out)
-        for modules, seconds in self._forward:
+        training = torch.is_grad_enabled()
+        chain = self._graph() if training else out
+        for modules, seconds in self.passes:
             before = time.perf_counter()
-            for module in modules:
-                module(x)
+            chain = self._enter(modules, x, chain)
             after = time.perf_counter()
             self._free = max(self._free, min(after, self._free + after - before)) + seconds
-            _sleep_until(self._free - AHEAD)
-        _sleep_until(self._free)
+            sleep_until(self._free - AHEAD)
+        sleep_until(self._free)
         self.forward_span = (start, time.perf_counter())
-        return out
+        return cast(Tensor, BackwardStart.apply(chain, out, self)) if training else out  # type: ignore[no-untyped-call]
 
-    def _chain(self, out: Tensor) -> Tensor:
-        """The graph of one iteration. backward runs it from end to beginning: _Start, each gradient as it is ready,
-        and _Stop."""
-        chain = _Stop.apply(self._root, self)  # type: ignore[no-untyped-call]
+    def _graph(self) -> Tensor:
+        """The graph of one iteration without its start. Backward runs it from end to beginning: `BackwardStart`, each
+        gradient as it is ready, and `BackwardEnd`."""
+        chain = BackwardEnd.apply(self._root, self)  # type: ignore[no-untyped-call]
         for gradient in reversed(self._ready):
-            chain = _Ready.apply(chain, gradient.parameter, gradient, self)  # type: ignore[no-untyped-call]
-        return cast(Tensor, _Start.apply(chain, out, self))  # type: ignore[no-untyped-call]
+            chain = GradientReady.apply(chain, gradient.parameter, gradient, self)  # type: ignore[no-untyped-call]
+        return cast(Tensor, chain)
+
+    def _enter(self, modules: tuple[nn.Module, ...], x: Tensor, chain: Tensor) -> Tensor:
+        """Calls the modules of a layer, so that their hooks run; returns the graph behind it, here as it is."""
+        for module in modules:
+            module(x)
+        return chain
 
     def spans(self, *, track: str = "rank 0/compute", origin: float | None = None) -> tuple[Span, Span]:
         """Forward and backward of the last iteration as they really went, in seconds from `origin` (its start)."""
@@ -108,17 +114,17 @@ class EmulatedModel(nn.Module):
         )
 
 
-class _Owner(nn.Module):
+class ParameterOwner(nn.Module):
     """A module that owns parameters; the model waits on its behalf."""
 
-    steps: Callable[[Tensor], Tensor] | None = None
-    """What it does to its input, where the iteration passes through it (`simulate.layered`)."""
+    graph: Callable[[Tensor], Tensor] | None = None
+    """What the module adds to the graph, where the iteration passes through it (`layered`)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.steps is None else self.steps(x)
+        return x if self.graph is None else self.graph(x)
 
 
-class _Gradient:
+class EmulatedGradient:
     """Hands out one parameter's gradient in a buffer of its own, which saves a fresh allocation at every iteration.
 
     The buffer is used again as soon as the parameter has given its gradient up: clone a gradient to keep it.
@@ -136,13 +142,13 @@ class _Gradient:
         parameter, held = self.parameter.detach(), self.parameter.grad
         buffer = self._buffer
         if held is not None and held.data_ptr() == buffer.data_ptr():
-            # The gradient of an earlier iteration still stands in the buffer and is about to be added to.
+            # The buffer still holds the gradient of an earlier iteration, to which this one is about to be added.
             buffer = self._buffer = torch.empty_like(parameter)
         torch.mul(parameter, scale, out=buffer)
         return buffer.view_as(parameter)  # a tensor of its own over the same memory, which autograd keeps uncopied
 
 
-class _Stop(torch.autograd.Function):
+class BackwardEnd(torch.autograd.Function):
     """First in forward, so last in backward: waits for the end of backward."""
 
     @staticmethod
@@ -155,19 +161,19 @@ class _Stop(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         model = ctx.model
         start = model.backward_span[0]
-        _sleep_until(start + model._backward_seconds)
+        sleep_until(start + model._backward_seconds)
         model.backward_span = (start, time.perf_counter())
         return None, None
 
 
-class _Ready(torch.autograd.Function):
-    """In backward: makes one gradient, and hands it out when it is due.
+class GradientReady(torch.autograd.Function):
+    """In backward: computes one gradient, and hands it out when the profile says that it is ready.
 
     autograd accumulates a gradient, and so calls its hooks, before it goes on with the chain.
     """
 
     @staticmethod
-    def forward(ctx: Any, chain: Tensor, parameter: Tensor, gradient: _Gradient, model: EmulatedModel) -> Tensor:
+    def forward(ctx: Any, chain: Tensor, parameter: Tensor, gradient: EmulatedGradient, model: EmulatedModel) -> Tensor:
         ctx.gradient, ctx.model = gradient, model
         return chain.view_as(chain)
 
@@ -176,12 +182,12 @@ class _Ready(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gradient, model = ctx.gradient, ctx.model
         made = gradient.make(model._scale * float(grad))
-        _sleep_until(model.backward_span[0] + gradient.ready)
+        sleep_until(model.backward_span[0] + gradient.ready)
         model.ready_stamps.append(time.perf_counter())
         return grad, made, None, None
 
 
-class _Start(torch.autograd.Function):
+class BackwardStart(torch.autograd.Function):
     """Last in forward, so first in backward: starts the clock, not before the device has ended forward."""
 
     @staticmethod
@@ -198,8 +204,8 @@ class _Start(torch.autograd.Function):
         return grad, None, None
 
 
-def _sleep_until(deadline: float) -> None:
-    """Sleeps, never spins: the cores belong to the network's threads. Waking late does not move the next deadline."""
+def sleep_until(deadline: float) -> None:
+    """Sleeps until a moment of time.perf_counter(). Never spins: the cores belong to the network's threads."""
     left = deadline - time.perf_counter()
     if left > 0:
         time.sleep(left)
@@ -223,17 +229,17 @@ def _parameter(tensor: ParameterTensor, index: int, profile: str) -> nn.Paramete
 
 
 def _place(root: nn.Module, name: str, parameter: nn.Parameter) -> tuple[str, nn.Module]:
-    """Puts a parameter where its dotted name says, making the modules on the way; the owner's path and the owner.
+    """Puts a parameter where its dotted name says, making the modules on the way. Returns the path and the owner.
 
-    The tables are torch's own. Going through `register_parameter` would refuse names such as "type", which modules
-    of other frameworks do have.
+    Writes torch's own tables: `register_parameter` would refuse names such as "type", which modules of other
+    frameworks do have.
     """
     *path, leaf = name.split(".")
     owner = root
     for part in path:
         if part in owner._parameters:
             raise Error(f"tensor {name!r}: {part!r} is a parameter already and cannot be a module too")
-        owner = cast(nn.Module, owner._modules.setdefault(part, _Owner()))
+        owner = cast(nn.Module, owner._modules.setdefault(part, ParameterOwner()))
     if leaf in owner._modules:
         raise Error(f"tensor {name!r}: {leaf!r} is a module already and cannot be a parameter too")
     owner._parameters[leaf] = parameter

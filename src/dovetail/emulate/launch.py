@@ -1,7 +1,7 @@
 """One Python process per rank on this machine, on loopback or each in its namespace of a shaped network.
 
-A rank hands a result back with `report(value)`: the value is JSON, and the caller finds it in `Result.report`. In the
-child, the environment variable `DOVETAIL_REPORT` names the file that carries it.
+A rank hands a result back with `report(value)`: the value is JSON, and the caller finds it in `RankResult.report`. In
+the child, the environment variable `DOVETAIL_REPORT` names the file that carries it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,20 @@ from typing import IO, Any
 
 from dovetail.core.errors import Error
 from dovetail.core.files import write_text
+from dovetail.core.processes import dying_with_us
 from dovetail.core.scratch import scratch
 
 from .shaped_network import ShapedNetwork, sigterm_raises
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 REPORT = "DOVETAIL_REPORT"
-KEPT_LINES = 10_000  # per rank and stream; the first ones give way
+KEPT_LINES = 10_000  # per rank and stream; the oldest are dropped
 
-# Runs before the rank's own program and in its place in the process table: asks the kernel to kill it when the
-# launcher dies (1 is PR_SET_PDEATHSIG), looks whether that has happened already, and becomes the program.
-_BOOT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]): os._exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 _ports = itertools.cycle(range(20000, 30000))
 
 
 @dataclass(frozen=True)
-class Result:
+class RankResult:
     """What one rank did."""
 
     rank: int
@@ -59,7 +52,7 @@ class Result:
 class LaunchError(Error):
     """A rank failed or time ran out. One line; `results` holds everything the ranks wrote until then."""
 
-    def __init__(self, message: str, results: list[Result]) -> None:
+    def __init__(self, message: str, results: list[RankResult]) -> None:
         super().__init__(message)
         self.results = results
 
@@ -82,13 +75,14 @@ def launch(
     timeout: float,
     env: dict[str, str] | None = None,
     on_line: Callable[[int, str], None] | None = None,
-) -> list[Result]:
+) -> list[RankResult]:
     """Runs `python *argv` once per rank, as torchrun would on one machine, and returns when all have ended.
 
     Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and one thread; with a
     `network` it runs in its namespace there, else on loopback. Lines of either output stream go to `on_line(rank,
     line)` as they come. When a rank fails, when `timeout` seconds have passed, on Ctrl-C and on SIGTERM, all ranks are
-    ended, those that do not listen by SIGKILL after a grace. If this process is killed, the kernel kills the ranks.
+    ended: by SIGTERM, and by SIGKILL if they have not ended GRACE seconds later. If this process is killed, the kernel
+    kills the ranks.
     """
     if ranks < 1:
         raise Error(f"ranks: expected at least 1, got {ranks}")
@@ -96,7 +90,7 @@ def launch(
         raise Error(f"ranks: expected at most the network's {network.ranks}, got {ranks}")
     if not timeout > 0:
         raise Error(f"timeout: expected more than 0 seconds, got {timeout}")
-    with scratch("launch") as folder, sigterm_raises(), held_port() as port, _Ranks() as running:
+    with scratch("launch") as folder, sigterm_raises(), held_port() as port, _RankProcesses() as running:
         # In a namespace nobody else listens; another number each time, as the last one's connections linger.
         shared = _shared_environment(ranks, network, next(_ports) if network else port) | (env or {})
         for rank in range(ranks):
@@ -114,7 +108,7 @@ def launch(
 
 
 @dataclass
-class _Process:
+class _RankProcess:
     """One rank while it runs."""
 
     rank: int
@@ -123,16 +117,16 @@ class _Process:
     """A file descriptor that becomes readable when the process ends."""
     lines: dict[str, list[str]] = field(default_factory=lambda: {"stdout": [], "stderr": []})
 
-    def result(self, path: Path) -> Result:
-        told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    def result(self, path: Path) -> RankResult:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         out, err = tuple(self.lines["stdout"]), tuple(self.lines["stderr"])
-        return Result(rank=self.rank, code=self.popen.returncode, stdout=out, stderr=err, report=told)
+        return RankResult(rank=self.rank, code=self.popen.returncode, stdout=out, stderr=err, report=value)
 
 
-class _Stream:
+class _OutputPipe:
     """Turns what comes out of a pipe into lines."""
 
-    def __init__(self, process: _Process, name: str, pipe: IO[bytes]) -> None:
+    def __init__(self, process: _RankProcess, name: str, pipe: IO[bytes]) -> None:
         self.process, self.name, self.pipe = process, name, pipe
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._rest = ""
@@ -152,14 +146,14 @@ class _Stream:
         return lines, bool(data)
 
 
-class _Ranks:
+class _RankProcesses:
     """The ranks of one launch. Leaving the block, for whatever reason, leaves no process and no open pipe."""
 
     def __init__(self) -> None:
-        self.processes: list[_Process] = []
+        self.processes: list[_RankProcess] = []
         self._selector = selectors.DefaultSelector()
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> _RankProcesses:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -175,20 +169,20 @@ class _Ranks:
 
     def start(self, rank: int, command: list[str], environment: dict[str, str]) -> None:
         popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _BOOT, str(os.getpid()), *command],
+            dying_with_us(command),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that signals reach the rank with everything it starts, and Ctrl-C only us
         )
-        process = _Process(rank, popen, os.pidfd_open(popen.pid))
+        process = _RankProcess(rank, popen, os.pidfd_open(popen.pid))
         self.processes.append(process)
         self._selector.register(process.exited, selectors.EVENT_READ, process)
         for name, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, _Stream(process, name, pipe))
+            self._selector.register(pipe, selectors.EVENT_READ, _OutputPipe(process, name, pipe))
 
     def watch(
         self, deadline: float, timeout: float, on_line: Callable[[int, str], None] | None
@@ -199,7 +193,7 @@ class _Ranks:
             if left <= 0:
                 who = ", ".join(str(p.rank) for p in running)
                 return running[0].rank, f"rank {who} did not end within {timeout:g} s"
-            for process in self._step(left, on_line):
+            for process in self._handle(left, on_line):
                 if process.popen.returncode != 0:
                     return process.rank, f"rank {process.rank} {_ending(process.popen.returncode)}"
         return None
@@ -209,26 +203,27 @@ class _Ranks:
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE
         while any(p.popen.returncode is None for p in self.processes) and time.monotonic() < deadline:
-            self._step(deadline - time.monotonic(), on_line)
+            self._handle(deadline - time.monotonic(), on_line)
         self._signal(signal.SIGKILL)
         while any(p.popen.returncode is None for p in self.processes) and time.monotonic() < deadline + GRACE:
-            self._step(deadline + GRACE - time.monotonic(), on_line)
-        # What is in the pipes now is all there is; a deadline, as a stranger may hold the other end.
+            self._handle(deadline + GRACE - time.monotonic(), on_line)
+        # What is in the pipes now is all there is. The deadline is for processes that left the rank's session and still
+        # hold the other end of a pipe.
         while self._selector.select(0) and time.monotonic() < deadline + 2 * GRACE:
-            self._step(0, on_line)
+            self._handle(0, on_line)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.popen.returncode is None:
                 _signal_group(process.popen.pid, number)
 
-    def _step(self, seconds: float, on_line: Callable[[int, str], None] | None) -> list[_Process]:
-        """Takes in what happens next within `seconds`: lines, and the ranks that ended."""
+    def _handle(self, seconds: float, on_line: Callable[[int, str], None] | None) -> list[_RankProcess]:
+        """Handles what happens next within `seconds`: lines of output, and ranks that ended, which it returns."""
         ended = []
         for key, _ in self._selector.select(max(seconds, 0)):
-            if isinstance(key.data, _Process):
+            if isinstance(key.data, _RankProcess):
                 self._selector.unregister(key.fileobj)
-                # What the rank itself had started goes with it: now, while its number cannot be another's.
+                # Processes that the rank had started end with it: now, before its id is free for others.
                 _signal_group(key.data.popen.pid, signal.SIGKILL)
                 key.data.popen.wait()
                 ended.append(key.data)
@@ -243,7 +238,7 @@ class _Ranks:
 
 
 def _shared_environment(ranks: int, network: ShapedNetwork | None, port: int) -> dict[str, str]:
-    # There are no names in a namespace; torch would warn of it once per connection.
+    # A namespace has no name service; torch would warn of that once per connection.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if network and "TORCH_CPP_LOG_LEVEL" not in os.environ else {}
     return quiet | {
         "WORLD_SIZE": str(ranks),
@@ -265,7 +260,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """A loopback port that the kernel gives to nobody who asks for any; whoever asks for this one may listen on it."""
+    """A loopback port that the kernel gives to no other process, unless that asks for it by number and listens."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

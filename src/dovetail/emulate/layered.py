@@ -1,14 +1,12 @@
 """An emulated device whose layers are modules through which the iteration passes one by one.
 
-`simulate.device` builds the whole graph of an iteration at the start of forward, which is all that reducing gradients
-needs. Here a layer's module looks at its parameters when its turn comes and adds its own steps to the graph. So
-whatever waits for a layer's parameters in forward, or acts when a layer's backward is over, finds them there:
-parameters that are still on their way, and FSDP's groups of modules.
+`device.EmulatedModel` builds the whole graph of an iteration at the start of forward, which is all that reducing
+gradients needs. Here a layer's module looks at its parameters when its turn comes and adds its own nodes to the graph.
+So parameters that are still being gathered are waited for where they are needed, and FSDP's groups of modules work.
 """
 
 from __future__ import annotations
 
-import time
 from itertools import groupby
 from typing import Any, cast
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from dovetail.core.profile import Profile
 
-from .device import AHEAD, EmulatedModel, _Owner, _Ready, _sleep_until, _Start, _Stop
+from .device import BackwardEnd, EmulatedModel, GradientReady, ParameterOwner
 
 
 def layered(profile: Profile, *, batch: int | None = None) -> LayeredModel:
@@ -45,39 +43,30 @@ class LayeredModel(EmulatedModel):
     def __init__(self, profile: Profile, *, batch: int | None = None) -> None:
         super().__init__(profile, batch=batch)
         by_name = {t.name: g for t, g in zip(profile.tensors, self._ready, strict=True)}
-        self._steps = []
-        for layer, seconds in enumerate(s for _, s in self._forward):
+        passes: list[tuple[tuple[nn.Module, ...], float]] = []
+        for layer, (_, seconds) in enumerate(self.passes):
             names = [t.name for t in reversed(profile.tensors) if t.layer == layer]
             modules = []
             for path, members in groupby(names, key=lambda n: n.rpartition(".")[0]):
                 assert path, "every parameter belongs to a module below the root"
-                owner = cast(_Owner, self.get_submodule(path))
+                owner = cast(ParameterOwner, self.get_submodule(path))
                 leaves = [(n.rpartition(".")[2], by_name[n]) for n in members]
-                owner.steps = _Steps(owner, leaves, self)
+                owner.graph = _ModuleGraph(owner, leaves, self)
                 modules.append(owner)
-            self._steps.append((tuple(modules), seconds))
+            passes.append((tuple(modules), seconds))
+        self.passes = passes
 
-    def forward(self, x: Tensor) -> Tensor:
-        start = self._free = time.perf_counter()
-        out = x.detach().to(torch.float64).mean().to(torch.float32)
-        self._scale = float(out)
-        chain = _Stop.apply(self._root, self) if torch.is_grad_enabled() else out  # type: ignore[no-untyped-call]
-        for modules, seconds in self._steps:
-            before = time.perf_counter()
-            for module in modules:
-                chain = module(chain)
-            after = time.perf_counter()
-            self._free = max(self._free, min(after, self._free + after - before)) + seconds
-            _sleep_until(self._free - AHEAD)
-        _sleep_until(self._free)
-        self.forward_span = (start, time.perf_counter())
-        if not torch.is_grad_enabled():
-            return out
-        return cast(Tensor, _Start.apply(chain, out, self))  # type: ignore[no-untyped-call]
+    def _graph(self) -> Tensor:
+        return cast(Tensor, BackwardEnd.apply(self._root, self))  # type: ignore[no-untyped-call]
+
+    def _enter(self, modules: tuple[nn.Module, ...], x: Tensor, chain: Tensor) -> Tensor:
+        for module in modules:
+            chain = module(chain)
+        return chain
 
 
-class _Steps:
-    """What one module adds to the graph: a step for each of its parameters, the last ready first."""
+class _ModuleGraph:
+    """What one module adds to the graph: a node for each of its parameters, the last ready first."""
 
     def __init__(self, owner: nn.Module, leaves: list[tuple[str, Any]], model: EmulatedModel) -> None:
         self._owner, self._leaves, self._model = owner, leaves, model
@@ -86,9 +75,9 @@ class _Steps:
         for leaf, gradient in self._leaves:
             parameter = self._owner._parameters[leaf]
             assert parameter is not None
-            parameter.detach()  # a look at the values: waits for them if they are on their way
+            parameter.detach()  # reads the values: waits for them if they are still being gathered
             if torch.is_grad_enabled():
-                chain = _Ready.apply(chain, parameter, gradient, self._model)  # type: ignore[no-untyped-call]
+                chain = GradientReady.apply(chain, parameter, gradient, self._model)  # type: ignore[no-untyped-call]
         return chain.clone()  # FSDP warns of views
 
 
@@ -99,7 +88,7 @@ def blocks(model: LayeredModel) -> list[list[nn.Module]]:
     "encoder.layer.3"; neighbours without a number ("conv1", "bn1") form a group.
     """
     paths = {module: path for path, module in model.named_modules()}
-    owners = [module for modules, _ in model._steps for module in modules]
+    owners = [module for modules, _ in model.passes for module in modules]
     return [list(group) for _, group in groupby(owners, key=lambda m: _block(paths[m]))]
 
 

@@ -2,7 +2,7 @@
 
 Every link is a veth pair whose two ends live in namespaces of ours, with a token bucket (`tbf`) on both: what a rank
 sends is limited at its own end, what it receives at the bridge's. Nothing of it, no link, address or route, ever
-appears in the machine's own namespace.
+appears in the machine's own namespace. It is made by `ip` and `tc`, so that a demonstration needs no further package.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, first_line
 
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps its names
 PREFIX = "dovetail-net"
 SUBNET = "198.18.0"  # reserved for benchmarks (RFC 2544); 250 ranks fit
 MAX_RANKS = 250
-SEND_BUFFER = "/proc/sys/net/ipv4/tcp_wmem"  # of the namespace that looks at it: least, default, most
+SEND_BUFFER = "/proc/sys/net/ipv4/tcp_wmem"  # bytes, of the reader's namespace: minimum, default, maximum
 TIMEOUT = 20.0  # seconds for one call of `ip` or `tc`; they take milliseconds
 
 # dovetail-net-<pid>-<start of that process, in clock ticks since boot>-<network>-<member>
@@ -182,10 +182,10 @@ def _create(network: ShapedNetwork, bridge: str, limit: str) -> None:
 
 
 def _delete(names: list[str]) -> None:
-    """Removes namespaces, and with them their links; says so if one stays."""
+    """Removes namespaces, and with them their links; raises an Error if one stays."""
     present = [name for name in names if (NAMESPACES / name).exists()]
     if present:
-        with contextlib.suppress(Error):  # somebody else cleaning up at the same time is welcome
+        with contextlib.suppress(Error):  # somebody else may be cleaning up at the same time
             _run("ip -force", *(f"netns del {name}" for name in present))
     if left := [name for name in present if (NAMESPACES / name).exists()]:
         raise Error(f"could not remove the network namespaces {', '.join(left)}: try `ip netns del`")
@@ -197,7 +197,7 @@ def _sent(namespace: str, interface: str) -> int:
 
 
 def _run(command: str, *lines: str) -> str:
-    """Gives `lines` to `ip` or `tc` as one batch; what it printed."""
+    """Gives `lines` to `ip` or `tc` as one batch; returns what it printed."""
     try:
         # A session of its own: Ctrl-C at the terminal reaches us, and we clean up; it must not cut a batch in two.
         done = subprocess.run(
@@ -213,13 +213,12 @@ def _run(command: str, *lines: str) -> str:
     except OSError as e:
         raise Error(f"`{command}` cannot run: {(e.strerror or str(e)).lower()}") from None
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["no message"]
-        raise Error(f"`{command}` failed: {said[0].strip()}")
+        raise Error(f"`{command}` failed: {first_line(done.stderr) or 'no message'}")
     return done.stdout
 
 
 def _start_of(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if it does not live."""
+    """When a process started, in clock ticks since boot; 0 if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 
 from dovetail.core.errors import Error
 
-from . import netns, oracle, packets, tables
-from .automaton import Automaton, backtrack_closed
+from . import netns, packets, structs
 from .dataplane import PAUSE, addresses
-from .emulate import HOST_DEVICE, Fabric
+from .emulation import Fabric
+from .routing import oracle
+from .routing.automaton import Automaton, backtrack_closed
+from .wiring import HOST_DEVICE
 
 BATCH = 48
 """Probes under way at once: well below the 256 frames that a port's ring holds."""
@@ -29,20 +31,21 @@ PORT = 9
 PATIENCE = 2.0
 """Seconds after which a probe that neither arrived nor was counted as dropped is missing."""
 ATTEMPTS = 5
-"""Of a check during which links fail or come back; what it saw then fits no one graph."""
+"""Attempts at a check during which links fail or come back: what it sees then fits no one graph."""
 
 
 @dataclasses.dataclass
-class Report:
-    """What the probes proved."""
+class CheckReport:
+    """Counts of probes by what became of them, and a line for every fault."""
 
     probes: int = 0
     delivered: int = 0
     no_path: int = 0
     """Rightly dropped: no compliant path survives."""
     denied: int = 0
+    """Rightly dropped: the policy forbids this traffic."""
     stranded: int = 0
-    """Dropped although a path survives, under a policy announced as able to do so."""
+    """Dropped although a path survives, under a policy whose compilation warned of it."""
     violations: list[str] = dataclasses.field(default_factory=list)
     loops: list[str] = dataclasses.field(default_factory=list)
     lost: list[str] = dataclasses.field(default_factory=list)
@@ -50,6 +53,7 @@ class Report:
     less_preferred: list[str] = dataclasses.field(default_factory=list)
     """Delivered on a path that the policy likes less than one that survives."""
     hops: int = 0
+    """Of all delivered probes together."""
     best_hops: int = 0
 
     @property
@@ -75,8 +79,8 @@ class Prober:
         self.poll = select.epoll()
         for h in range(len(fabric.topology.hosts)):
             with netns.inside(fabric.names.host(h)):
-                made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(tables.ETH_PROBE))
-                made.bind((HOST_DEVICE, tables.ETH_PROBE))
+                made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(structs.ETH_PROBE))
+                made.bind((HOST_DEVICE, structs.ETH_PROBE))
             made.setblocking(False)
             self.sockets.append(made)
             self.poll.register(made, select.EPOLLIN)
@@ -145,13 +149,13 @@ class Prober:
 
     def _drops(self) -> int:
         totals = self.fabric.plane.totals(self.fabric.topology)
-        # What hosts say on their own (router solicitations and the like) is no probe.
-        return sum(totals[d] for d in tables.DROPS if d not in ("drop other", "drop unknown host"))
+        # What hosts send on their own (router solicitations and the like) is no probe.
+        return sum(totals[d] for d in structs.DROPS if d not in ("drop other", "drop unknown host"))
 
 
 def check(
     fabric: Fabric, *, flows: int = 2, most: int = 20_000, seed: int = 0, v6: bool = False, prober: Prober | None = None
-) -> Report:
+) -> CheckReport:
     """Probes every ordered pair of hosts, `flows` flows each (a random sample where that is more than `most`).
 
     A pair that has a class of its own for some port is probed on that port too.
@@ -173,20 +177,18 @@ def check(
         for _ in range(ATTEMPTS):
             down = fabric.failed()
             report = _probe(fabric, groups, sender, down, v6=v6)
-            if (
-                fabric.failed() == down
-            ):  # a healed link has its carrier when the kernel gets round to it, up to a second
+            if fabric.failed() == down:  # a healed link may get its carrier up to a second later
                 return report
     raise Error(f"{topology.name}: links kept failing or coming back while probes were on their way")
 
 
 def _probe(
     fabric: Fabric, groups: dict[int, list[tuple[int, int, int]]], sender: Prober, down: frozenset[int], *, v6: bool
-) -> Report:
-    time.sleep(1.2 * PAUSE)  # classes that rest since before a link came back
+) -> CheckReport:
+    time.sleep(1.2 * PAUSE)  # until classes that were paused before a link came back are tried again
     # A link that came back within the last second may still be believed failed, and a worse path be taken for it.
     outdated = any(fabric.plane.believed(s) - down for s in range(len(fabric.topology.switches)))
-    report = Report()
+    report = CheckReport()
     for port, group in groups.items():
         judge(report, fabric, group, sender.send(group, v6=v6, dport=port), down, port=port)
     if outdated:
@@ -195,7 +197,7 @@ def _probe(
 
 
 def judge(
-    report: Report,
+    report: CheckReport,
     fabric: Fabric,
     wanted: Sequence[tuple[int, int, int]],
     arrived: dict[int, tuple[int, tuple[int, ...]]],
@@ -251,7 +253,9 @@ def show(fabric: Fabric, walk: Sequence[int]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class PathTrace:
+    """The path of one probe, by names."""
+
     source: str
     target: str
     policy: str
@@ -260,31 +264,36 @@ class Trace:
     why: str
 
 
-def trace(fabric: Fabric, source: int, target: int, *, flow: int = 0, port: int = PORT) -> Trace:
-    """One probe's path, and why it is this one."""
+def find_walk(fabric: Fabric, source: int, target: int, *, flow: int = 0, port: int = PORT) -> tuple[int, ...]:
+    """The switches that a probe of this flow visits now; empty where it does not arrive."""
+    with Prober(fabric) as prober:
+        arrived = prober.send([(source, target, flow)], dport=port)
+    return arrived[0][1] if arrived else ()
+
+
+def trace(fabric: Fabric, source: int, target: int, *, flow: int = 0, port: int = PORT) -> PathTrace:
+    """The path of one probe, and the reason for it."""
     topology = fabric.topology
     automaton = fabric.policies.of(source, target, port)
     a, b = topology.hosts[source].switch, topology.hosts[target].switch
     names = topology.hosts[source].name, topology.hosts[target].name
     if automaton is None:
-        return Trace(*names, "denied", (), "the policy denies this traffic; it is dropped at its first switch")
+        return PathTrace(*names, "denied", (), "the policy denies this traffic; it is dropped at its first switch")
     down = fabric.failed()
     whole, left = (oracle.best(g, automaton, a, b) for g in (topology.graph, topology.surviving(down)))
-    with Prober(fabric) as prober:
-        arrived = prober.send([(source, target, flow)], dport=port)
-    if 0 not in arrived:
+    walk = find_walk(fabric, source, target, flow=flow, port=port)
+    if not walk:
         if left:
             why = f"lost, although {show(fabric, left.walk)} is up and compliant"
         else:
             cut = ", ".join(topology.link_name(i) for i in sorted(down)) or "nothing"
             why = f"no compliant path survives (down: {cut}); dropped and counted"
-        return Trace(*names, automaton.name, (), why)
-    walk = arrived[0][1]
+        return PathTrace(*names, automaton.name, (), why)
     assert left and whole
     hops = len(walk) - 1
     parts = [f"{hops} hops, the fewest that policy {automaton.name!r} allows" if hops == left.hops else f"{hops} hops"]
     if hops > left.hops:
-        parts.append(f"{hops - left.hops} more than needed: it met a failure on its way, the next ones will know")
+        parts.append(f"{hops - left.hops} more than needed: it met a failure on its way; later packets will avoid it")
     if left.hops > whole.hops:
         parts.append(f"{left.hops - whole.hops} more than with every link up")
     rank = automaton.run(walk)
@@ -292,4 +301,4 @@ def trace(fabric: Fabric, source: int, target: int, *, flow: int = 0, port: int 
         parts.append("its preference is met" if rank == 0 else f"preference {rank} (better ones are cut off)")
     if down:
         parts.append(f"down: {', '.join(topology.link_name(i) for i in sorted(down))}")
-    return Trace(*names, automaton.name, tuple(topology.switches[s] for s in walk), "; ".join(parts))
+    return PathTrace(*names, automaton.name, tuple(topology.switches[s] for s in walk), "; ".join(parts))

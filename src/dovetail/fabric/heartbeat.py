@@ -15,23 +15,22 @@ import struct
 import threading
 import time
 
-from . import kernel, tables
-from .dataplane import link_slot
-from .emulate import Fabric
+from . import kernel
+from .emulation import Fabric
 
 
-class Heartbeat:
-    """Keeps the switches talking until stopped; links are then judged by their carrier alone."""
+class HeartbeatSender:
+    """Sends heartbeats until stopped; afterwards links are judged by their carrier alone."""
 
     def __init__(self, fabric: Fabric, *, interval: float = 0.01, misses: int = 3) -> None:
         self.fabric, self.interval = fabric, interval
         self.misses = misses
         size = fabric.plane.size
         path = kernel.build("heartbeat.bpf.c", words=size.words)
-        self._object = kernel.Object(path, shared=fabric.plane.maps)
+        self._object = kernel.BpfObject(path, shared=fabric.plane.maps)
         self.slots = 2 * len(fabric.topology.links)
         kernel.update(self._object.map("turns"), 0, struct.pack("<II", 0, self.slots))
-        self._run = kernel.Runner(self._object.program("heartbeat"))
+        self._run = kernel.ProgramRunner(self._object.program("heartbeat"))
         self._frame = bytes(14 + size.header)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -40,20 +39,15 @@ class Heartbeat:
         """One heartbeat on every port."""
         self._run(self._frame, repeat=self.slots, flags=kernel.LIVE_FRAMES, batch=64)
 
-    def start(self) -> Heartbeat:
-        now = self.fabric.plane.config()["round"]
-        for link in range(len(self.fabric.topology.links)):
-            for end in (0, 1):
-                values = list(self.fabric.plane.port(link_slot(link, end)))
-                values[6:8] = [now, 0]  # heard in this round; not unheard
-                kernel.update(self.fabric.plane.maps["ports"], link_slot(link, end), tables.PORT.pack(*values))
+    def start(self) -> HeartbeatSender:
+        self.fabric.plane.hear_all(self.fabric.topology)
         self.round()
         self.fabric.plane.configure(silence=self.misses)
         self._thread.start()
         return self
 
     def _beat(self) -> None:
-        # Ahead of ordinary work, where the system allows it: this thread sleeps but for a few microseconds a round.
+        # Before ordinary work, where the system allows it: this thread works a few microseconds per round.
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
         due = time.monotonic()
@@ -69,7 +63,7 @@ class Heartbeat:
         self.fabric.plane.configure(silence=0)
         self._object.close()
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> HeartbeatSender:
         return self.start()
 
     def __exit__(self, *_: object) -> None:

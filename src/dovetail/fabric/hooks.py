@@ -1,7 +1,7 @@
-"""Where in the kernel a switch program sits on a device: at XDP, in the driver, or at tc, where segments stay whole.
+"""Hooks: where a switch program sits on a device: at XDP, in the driver, or at tc, where segments stay whole.
 
-Both take a program in place of an earlier one without a gap, and both keep it, and the maps that it holds, until the
-device is gone.
+Both replace an earlier program without a gap, and both keep a program, and the maps that it holds, until the device is
+removed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _MapInfo(C.Structure):
 
 
 def chosen(name: str, mtu: int) -> str:
-    """The hook for hosts of this MTU: the one that was asked for, or the emulation's usual one."""
+    """The hook for hosts of this MTU: the one that was asked for, or tc where the MTU allows it."""
     if name and name not in HOOKS:
         raise Error(f"hook: expected {' or '.join(HOOKS)}, got {name!r}")
     if name == TC and mtu > TC_MTU:
@@ -67,12 +67,8 @@ def attach(hook: str, ifindex: int, program: int) -> None:
         checked(made, f"attach to device {ifindex}")
 
 
-def detach_xdp(ifindex: int) -> None:
-    checked(libbpf().bpf_xdp_attach(ifindex, -1, _DRIVER_MODE, None), f"detach from device {ifindex}")
-
-
-def _program_id(hook: str, ifindex: int) -> int:
-    """Of the program at a hook of a device of this namespace; 0 where there is none."""
+def program_id(hook: str, ifindex: int) -> int:
+    """The id of the program at a hook of a device of this namespace; 0 where there is none."""
     if hook == XDP:
         number = C.c_uint32()
         checked(libbpf().bpf_xdp_query_id(ifindex, 0, C.byref(number)), "query")
@@ -84,7 +80,7 @@ def _program_id(hook: str, ifindex: int) -> int:
 
 @contextlib.contextmanager
 def _program_at(hook: str, ifindex: int) -> Iterator[int | None]:
-    number = _program_id(hook, ifindex)
+    number = program_id(hook, ifindex)
     program = checked(libbpf().bpf_prog_get_fd_by_id(number), "program") if number else None
     try:
         yield program
@@ -95,9 +91,9 @@ def _program_at(hook: str, ifindex: int) -> Iterator[int | None]:
 
 def found(ifindex: int) -> tuple[str, int, dict[str, int]]:
     """(hook, program, its maps by name) of a device of this namespace; the caller closes the descriptors."""
-    hook, number = XDP, _program_id(XDP, ifindex)
+    hook, number = XDP, program_id(XDP, ifindex)
     if not number:
-        hook, number = TC, _program_id(TC, ifindex)
+        hook, number = TC, program_id(TC, ifindex)
     if not number:
         raise OSError(errno.ENOENT, "no program on the device")
     lib = libbpf()

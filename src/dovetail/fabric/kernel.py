@@ -16,13 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, first_line
 from dovetail.core.files import replacing
 
 BPF_DIR = Path(__file__).parent / "bpf"
-PACKAGES = ("clang", "llvm", "libbpf-dev", "libbpf1", "iproute2", "ethtool", "iputils-ping")
-"""Debian packages the fabric needs. The baselines also want BASELINE_PACKAGES."""
-BASELINE_PACKAGES = ("frr",)
+PACKAGES = ("clang", "llvm", "libbpf-dev", "libbpf1", "iproute2")
+"""Debian packages the fabric needs."""
 XDP_DROP, XDP_PASS, XDP_REDIRECT = 1, 2, 4
 _VERDICT_OF_TC = {2: XDP_DROP, 0: XDP_PASS, 7: XDP_REDIRECT}
 LIVE_FRAMES = 2
@@ -62,7 +61,7 @@ _log: list[str] = []
 
 
 def _message(level: int, form: bytes, arguments: int) -> int:
-    """Keeps what libbpf has to say, instead of printing it."""
+    """Keeps libbpf's messages instead of printing them."""
     if level == 0:
         text = C.create_string_buffer(4096)
         C.CDLL(None).vsnprintf(text, 4096, form, _P(arguments))
@@ -98,42 +97,38 @@ def missing() -> str:
     return ""
 
 
-def build(source: str, *, words: int, defines: Iterable[str] = ()) -> Path:
-    """The object file of bpf/`source` for sets of `words` words: compiled once, kept by the hash of its text."""
-    text = "".join(p.read_text() for p in sorted(BPF_DIR.glob("*.[hc]"))) + " ".join(defines)
+def build(source: str | Path, *, words: int, defines: Iterable[str] = ()) -> Path:
+    """The object file of bpf/`source` for sets of `words` words: compiled once, kept by the hash of its text.
+
+    A `source` elsewhere is given by its whole path; it includes the headers of bpf/ by their names.
+    """
+    path = BPF_DIR / source
+    text = "".join(p.read_text() for p in (*sorted(BPF_DIR.glob("*.[hc]")), path)) + " ".join(defines)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    target = _cache() / f"{source.removesuffix('.bpf.c')}-{words}-{digest}.o"
-    if target.exists():
-        return target
+    target = compiled_programs() / f"{path.name.removesuffix('.bpf.c')}-{words}-{digest}.o"
+    if not target.exists():
+        machine = f"/usr/include/{platform.machine()}-linux-gnu"
+        flags = ["-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Wno-unused-function", f"-I{machine}"]
+        flags += [f"-I{BPF_DIR}", f"-DWORDS={words}", *(f"-D{d}" for d in defines), "-c"]
+        compile_with_clang(path, target, *flags)
+    return target
+
+
+def compile_with_clang(source: Path, target: Path, *flags: str) -> None:
     if shutil.which("clang") is None:
         raise Error(f"the fabric needs clang: apt-get install {' '.join(PACKAGES)}")
-    machine = f"/usr/include/{platform.machine()}-linux-gnu"
     with replacing(target) as temporary:
-        command = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Wno-unused-function", f"-I{machine}"]
-        command += [f"-DWORDS={words}", *(f"-D{d}" for d in defines), "-c", str(BPF_DIR / source), "-o", str(temporary)]
+        command = ["clang", *flags, str(source), "-o", str(temporary)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
-            raise Error(f"{source}: {done.stderr.strip().splitlines()[0] if done.stderr else 'clang failed'}")
-    return target
+            raise Error(f"{source.name}: {first_line(done.stderr) or 'clang failed'}")
 
 
-def build_tool(source: str) -> Path:
-    """A small native program of tools/, compiled once."""
-    path = BPF_DIR.parent / "tools" / source
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    target = _cache() / f"{path.stem}-{digest}"
-    if not target.exists():
-        with replacing(target) as temporary:
-            command = ["clang", "-O2", "-o", str(temporary), str(path)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            if done.returncode:
-                raise Error(f"{source}: {done.stderr.strip().splitlines()[0] if done.stderr else 'clang failed'}")
-        target.chmod(0o755)
-    return target
+def compiled_programs() -> Path:
+    """The folder of compiled programs: of the user this runs as, whatever HOME says.
 
-
-def _cache() -> Path:
-    """Of the user this runs as, whatever HOME says: root must not run what another user could have put there."""
+    Root must not run what another user could have put there.
+    """
     home = pwd.getpwuid(os.geteuid()).pw_dir
     where = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "dovetail" / "bpf"
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -142,7 +137,7 @@ def _cache() -> Path:
     return where
 
 
-class Object:
+class BpfObject:
     """A loaded object file: its programs and maps by name. Closing it frees what nothing else holds."""
 
     def __init__(
@@ -231,10 +226,10 @@ def processors() -> int:
     return libbpf().libbpf_num_possible_cpus()  # type: ignore[no-any-return]
 
 
-class Runner:
+class ProgramRunner:
     """The kernel's test runner for one program: give it a packet, see what comes out. Buffers are kept between runs.
 
-    `tc`: the program is one for tc and not for XDP; what it says is told in XDP's words.
+    `tc`: the program is one for tc and not for XDP; its verdicts are translated into XDP's.
     """
 
     def __init__(self, program: int, *, tc: bool = False, room: int = 4096) -> None:

@@ -1,74 +1,80 @@
-"""Network namespaces and their devices, by system calls: entering, link state, addresses, offloads.
+"""Network namespaces and their devices: making, entering and removing namespaces, the state and offloads of devices.
 
 Everything a fabric makes lives in namespaces whose names begin with PREFIX and its run id. Nothing is ever configured
 in the machine's own namespace, and `remove` touches nothing whose name does not begin so.
+
+pyroute2 speaks netlink from the calling thread. Its namespace objects would fork a process each, so a thread enters a
+namespace first (`inside`) and then opens a plain netlink socket, which stays in that namespace.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes as C
-import fcntl
 import os
 import signal
-import socket
-import struct
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from dovetail.core.errors import Error
 
+from .extra import pyroute2
+
 PREFIX = "dvf-"
 WHERE = Path("/run/netns")
+MAX_SHAPED_RATE = 2.0**32 - 1
+"""Bytes per second (34 Gbit/s): pyroute2 writes the rate of a token bucket as 32 bits."""
 _CLONE_NEWNET = 0x40000000
-_SIOCETHTOOL, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x8946, 0x8913, 0x8914, 0x8916, 0x891C
-_ETHTOOL = {"tx": 0x17, "sg": 0x19, "tso": 0x1F, "gso": 0x24, "gro": 0x2C}
+_UP_AND_RUNNING = 0x41  # IFF_UP and IFF_RUNNING
+_OFFLOADS = {
+    "tx": "tx-checksumming",
+    "tso": "tcp-segmentation-offload",
+    "gso": "generic-segmentation-offload",
+    "gro": "generic-receive-offload",
+}
 _libc = C.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
 def inside(name: str) -> Iterator[None]:
     """This thread is in namespace `name` for the block. Sockets made inside stay there."""
+    with _coming_back():
+        pyroute2.netns.setns(str(WHERE / name), flags=0)
+        yield
+
+
+@contextlib.contextmanager
+def _coming_back() -> Iterator[None]:
+    """Whatever namespaces the block enters, this thread is back in its own afterwards."""
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
-        there = os.open(WHERE / name, os.O_RDONLY)
-        try:
-            _enter(there)
-        finally:
-            os.close(there)
-        try:
-            yield
-        finally:
-            _enter(before)
+        yield
     finally:
-        os.close(before)
+        try:
+            pyroute2.netns.setns(before)
+        finally:
+            os.close(before)
 
 
-def _enter(fd: int) -> None:
-    if _libc.setns(fd, _CLONE_NEWNET):
-        code = C.get_errno()
-        raise OSError(code, f"setns: {os.strerror(code)}")
+def create(names: Iterable[str]) -> None:
+    """Makes namespaces. pyroute2 forks a process for each one; this thread makes them itself, and comes back."""
+    with _coming_back():
+        for name in names:
+            if _libc.unshare(_CLONE_NEWNET):
+                raise OSError(C.get_errno(), f"unshare: {os.strerror(C.get_errno())}")
+            pyroute2.netns.attach(str(WHERE / name), "thread-self")  # the thread's: /proc/self is the first thread
 
 
-def batch(lines: list[str], *, timeout: float = 120) -> None:
-    """Many `ip` commands in one process."""
-    done = subprocess.run(
-        ["ip", "-batch", "-"],
-        input="\n".join(lines) + "\n",
-        text=True,
-        capture_output=True,
-        timeout=timeout,
-        check=False,
-        preexec_fn=_die_with_parent,  # or it would go on building after a kill -9 of ours
-    )
-    if done.returncode:
-        raise Error(f"ip: {(done.stderr.strip() or 'failed').splitlines()[0]}")
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+@contextlib.contextmanager
+def netlink() -> Iterator[Any]:
+    """A pyroute2.IPRoute in the namespace that this thread is in; what the kernel refuses is one line."""
+    try:
+        with pyroute2.IPRoute() as made:
+            yield made
+    except pyroute2.NetlinkError as e:
+        raise Error(f"netlink: {e.args[1].lower()}") from None
 
 
 def sysctl(path: str, value: str) -> None:
@@ -77,45 +83,35 @@ def sysctl(path: str, value: str) -> None:
         Path("/proc/sys/net", path).write_text(value)
 
 
-def _name(device: str) -> bytes:
-    return device.encode().ljust(16, b"\0")
-
-
-def set_up(device: str, up: bool) -> None:
+def set_up(ifindex: int, up: bool) -> None:
     """Takes a device of this namespace up or down."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        raw = fcntl.ioctl(s, _SIOCGIFFLAGS, _name(device) + bytes(24))
-        flags = struct.unpack_from("<H", raw, 16)[0]
-        fcntl.ioctl(s, _SIOCSIFFLAGS, _name(device) + struct.pack("<H", flags | 1 if up else flags & ~1) + bytes(22))
+    with netlink() as route:
+        route.link("set", index=ifindex, state="up" if up else "down")
 
 
-def is_up(device: str) -> bool:
-    """Whether the device is up and has carrier."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        flags = struct.unpack_from("<H", fcntl.ioctl(s, _SIOCGIFFLAGS, _name(device) + bytes(24)), 16)[0]
-    return bool(flags & 0x41 == 0x41)  # IFF_UP and IFF_RUNNING
+def running() -> set[int]:
+    """Indices of this namespace's devices that are up and have carrier."""
+    with netlink() as route:
+        return {link["index"] for link in route.get_links() if link["flags"] & _UP_AND_RUNNING == _UP_AND_RUNNING}
 
 
-def add_addresses(device: str, v4: str, v6: str, prefix4: int, prefix6: int) -> None:
-    mask = socket.inet_aton(str(".".join(str((0xFFFFFFFF << (32 - prefix4) >> s) & 255) for s in (24, 16, 8, 0))))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for request, value in ((_SIOCSIFADDR, socket.inet_aton(v4)), (_SIOCSIFNETMASK, mask)):
-            fcntl.ioctl(s, request, _name(device) + struct.pack("<HH4s", socket.AF_INET, 0, value) + bytes(16))
-    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as s:
-        index = socket.if_nametoindex(device)
-        fcntl.ioctl(s, _SIOCSIFADDR, struct.pack("<16sIi", socket.inet_pton(socket.AF_INET6, v6), prefix6, index))
+def shape(route: Any, ifindex: int, rate: float, mtu: int) -> None:
+    """Limits what leaves by a device to `rate` bytes per second; a packet waits at most 20 ms in its queue."""
+    rate = min(rate, MAX_SHAPED_RATE)
+    burst = max(16_000, mtu + 100, int(rate / 250))
+    route.tc("replace", "tbf", index=ifindex, handle="1:", rate=f"{int(rate * 8)}bit", burst=burst, latency="20ms")
 
 
 def offload(device: str, **features: bool) -> None:
-    """ethtool -K by system call: offload("eth0", tx=False, tso=False, gro=True)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    """As `ethtool -K`: offload("eth0", tx=False, tso=False, gro=True)."""
+    tool = pyroute2.ethtool.ioctl.IoctlEthtool(device)
+    with contextlib.closing(tool):
         for feature, on in features.items():
-            value = C.create_string_buffer(struct.pack("<II", _ETHTOOL[feature], on))
-            fcntl.ioctl(s, _SIOCETHTOOL, struct.pack("<16sQ16x", device.encode(), C.addressof(value)))
+            tool.set_offload_flag(_OFFLOADS[feature], on)
 
 
 def named(prefix: str) -> list[str]:
-    """Namespaces whose names begin so."""
+    """Namespaces whose names begin with `prefix`."""
     assert prefix.startswith(PREFIX)
     return sorted(p.name for p in WHERE.glob(f"{prefix}*")) if WHERE.exists() else []
 
@@ -148,5 +144,7 @@ def remove(prefix: str) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    batch([f"netns del {name}" for name in names])
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # somebody else removes it at the same time
+            pyroute2.netns.remove(str(WHERE / name))
     return len(names)

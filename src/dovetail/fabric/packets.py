@@ -6,7 +6,7 @@ import socket
 import struct
 
 from .dataplane import Addresses
-from .tables import ETH_PROBE, RECORD
+from .structs import ETH_PROBE, RECORD
 
 ETH_IP, ETH_ARP, ETH_IPV6 = 0x0800, 0x0806, 0x86DD
 UDP, ICMPV6 = 17, 58

@@ -1,4 +1,8 @@
-"""PyTorch models and live networks → Profile, Network. torch is imported when a function runs, not before."""
+"""Measuring: PyTorch models and live networks → Profile, Network. torch is imported when a function runs, not before.
+
+May import `core`; `train`, `emulate`, `cli` and `demo` import it.
+Begin with `profiler.py` (a model → Profile) and `collectives.py` (a process group → Network).
+"""
 
 from .collectives import network
 from .models import Workload, load

@@ -28,7 +28,7 @@ def parts(batch: Batch) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tenso
 
 
 def size(batch: Batch) -> int:
-    """How many samples: the first dimension, which all its tensors share."""
+    """Number of samples: the first dimension, which all its tensors share."""
     args, kwargs = parts(batch)
     named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
     if not named:
@@ -49,7 +49,7 @@ def size(batch: Batch) -> int:
 def resized(
     batch: Batch, samples: int, device: torch.device
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """The first so many samples, from the start again where there are not enough, on the model's device."""
+    """The first `samples` samples, repeated from the start where there are not enough, on the model's device."""
     args, kwargs = parts(batch)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail.core.errors import Error
-from dovetail.core.network import COLLECTIVES, Collective, CollectiveName, Fit, Network, Sample
+from dovetail.core.network import COLLECTIVES, Collective, CollectiveName, CostSample, Fit, Network
 
 from .stats import quantiles
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SMALLEST = 1024
 """Bytes of the smallest message: below it, time is latency."""
 LEAST = 3
-"""Repeats that every size gets: fewer have no median worth the name."""
+"""Repeats that every size gets at least: a median needs them."""
 WARMUP = 2
 """Untimed calls before the timed ones; the first of a size pays for buffers and connections."""
 
@@ -72,7 +72,7 @@ def network(
     import torch
 
     via = via or {}
-    bench = _Bench(group, ranks, where, round_up(max_bytes, ranks), via)
+    bench = _CollectiveTimer(group, ranks, where, round_up(max_bytes, ranks), via)
     found: dict[CollectiveName, Collective] = {}
     short: list[str] = []
     for left, collective in zip(range(len(collectives), 0, -1), collectives, strict=True):
@@ -97,7 +97,7 @@ def network(
     )
 
 
-def fit(samples: Sequence[Sample]) -> Fit:
+def fit(samples: Sequence[CostSample]) -> Fit:
     """The law latency + seconds_per_byte · bytes through a table, neither part negative.
 
     Least squares of the relative errors: each point is weighted with 1/T, or else the largest message alone would
@@ -145,7 +145,7 @@ def sizes(max_bytes: int, ranks: int, *, factor: int) -> list[int]:
 
 
 def repeats_within(share: float, seconds: float, repeats: int) -> int:
-    """How often something of so many seconds is repeated in a share of the time."""
+    """How often a call of `seconds` is repeated in a `share` of the time: at least LEAST times, at most `repeats`."""
     return max(LEAST, min(repeats, int(share / seconds) if seconds > 0 else repeats))
 
 
@@ -157,10 +157,10 @@ def table(
     ranks: int,
     repeats: int,
     budget: float,
-) -> tuple[Sample, ...]:
+) -> tuple[CostSample, ...]:
     """The points of one collective, in about `budget` seconds.
 
-    `time(nbytes, count)` makes so many calls and tells the seconds of each, `elapsed()` the seconds since some start.
+    `time(nbytes, count)` makes `count` calls and returns the seconds of each, `elapsed()` the seconds since a start.
     """
     start = elapsed()
     middle = min(max_bytes, 2**20)
@@ -169,12 +169,12 @@ def table(
     slope = max(0.0, t1 - t0) / max(1, middle - SMALLEST)
 
     def least(sizes: Sequence[int]) -> float:
-        """Seconds that the fewest repeats of these sizes take, as far as is known by now."""
+        """Estimated seconds of the fewest repeats of these sizes."""
         return sum((WARMUP + LEAST) * (t0 + slope * size) for size in sizes)
 
     fine = sizes(max_bytes, ranks, factor=2)
     grid = fine if least(fine) <= budget / 2 else sizes(max_bytes, ranks, factor=4)
-    samples: list[Sample] = []
+    samples: list[CostSample] = []
     for i, size in enumerate(grid):
         left = budget - (elapsed() - start)
         if len(samples) >= 2 and least([size]) > left:
@@ -185,12 +185,12 @@ def table(
         # The larger sizes get their fewest repeats before this one gets more than its own.
         spare = left - WARMUP * last - least(grid[i + 1 :])
         count = repeats_within(spare / (len(grid) - i), last, repeats)
-        samples.append(Sample(bytes=size, seconds=quantiles(time(size, count))))
+        samples.append(CostSample(bytes=size, seconds=quantiles(time(size, count))))
     return tuple(samples)
 
 
-class _Bench:
-    """The ranks of one group, two buffers, and a stopwatch that all ranks read alike."""
+class _CollectiveTimer:
+    """Times collectives of one group; all ranks get the same figures, those of the slowest rank."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ def _renamed(new: str, old: str) -> Callable[..., Any]:
 
 
 def _place(group: ProcessGroup | None, device: torch.device | str | None) -> tuple[int, str, torch.device]:
-    """How many ranks, over which backend, on which device."""
+    """(number of ranks, backend, device) of the group."""
     import torch
     import torch.distributed as dist
 

@@ -2,7 +2,7 @@
 
 The trace runs the model's code on stand-ins and writes down every call. Modules that the profile calls layers are kept
 whole. Everything between them (additions, concatenations, views) is followed: a layer is fed by every layer whose
-output reaches it without passing through another. What flows into the output without a layer on its way ends there.
+output reaches it without passing through another.
 
 Work between layers counts to the layer before it, so an addition of two branches belongs to the later of the two layers
 that it adds, and the other branch feeds that layer: the profile's layers stay in execution order.
@@ -10,8 +10,8 @@ that it adds, and the other branch feeds that layer: the profile's layers stay i
 A layer without parameters that runs again (one ReLU for many places) is a layer where it runs first, and work between
 layers after that.
 
-A model whose code depends on its data (an `if` on a tensor, a loop over a length) cannot be traced: it gets one line,
-and its layers are then a chain, or the edges are given by hand.
+A model whose code depends on its data (an `if` on a tensor, a loop over a length) cannot be traced: an Error of one
+line says so. Its layers are then taken as a chain, or the edges are given by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, typed_line
 from dovetail.core.profile import Profile
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _trace(model: nn.Module, layers: set[str], inputs: Sequence[str]) -> fx.Grap
 
     from torch import fx
 
-    class Tracer(fx.Tracer):
+    class LayerTracer(fx.Tracer):
         def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
             return qualified_name in layers or super().is_leaf_module(module, qualified_name)
 
@@ -99,10 +99,9 @@ def _trace(model: nn.Module, layers: set[str], inputs: Sequence[str]) -> fx.Grap
         parameters = inspect.signature(model.forward).parameters.values()
         concrete = {p.name: p.default for p in parameters if p.name not in inputs and p.default is not p.empty}
     try:
-        return Tracer().trace(model, concrete_args=concrete)
+        return LayerTracer().trace(model, concrete_args=concrete)
     except Exception as e:
-        reason = next(iter(str(e).strip().splitlines()), "no reason given")
         raise Error(
-            f"model {type(model).__name__} cannot be traced ({type(e).__name__}: {reason}): its layers are taken as a "
+            f"model {type(model).__name__} cannot be traced ({typed_line(e)}): its layers are taken as a "
             f"chain; where it branches, give `edges`, or profile it cut at modules whose code does not depend on data"
         ) from e

@@ -72,7 +72,7 @@ def _rows(path: Path, model: str) -> list[dict[str, str]]:
 
 
 def _time(batch: int, rows: list[dict[str, str]]) -> LayerTime:
-    """Backward is the rest of the total: the published parts are rounded down each."""
+    """Backward is the total less forward: the published parts are rounded down, each."""
     total = sum(float(r["total_us"]) for r in rows) * 1e-6
     forward = min(total, sum(float(r["fw_us"]) for r in rows) * 1e-6)
     return LayerTime(batch=batch, forward=_once(forward), backward=_once(total - forward))

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from dovetail.core.errors import Error, InputError, MissingExtra
+from dovetail.core.errors import Error, InputError, MissingExtra, first_line, typed_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,9 +31,9 @@ class Workload:
     name: str
     model: nn.Module
     make_batch: Callable[[int], Batch]
-    """A batch of so many samples."""
+    """Number of samples → batch."""
     loss: Loss | None = None
-    """Output → scalar; None for the default of `dovetail.measure.profiler`."""
+    """Output → scalar; None for the default of `dovetail.measure.profile`."""
 
 
 def load(spec: str) -> Workload:
@@ -41,7 +41,7 @@ def load(spec: str) -> Workload:
 
     Sizes of Hugging Face's can be changed by any field of their configuration: "hf:bert-base?layers=4&hidden=256"
     (layers, hidden and heads are short names), and by `length` or `image`, the size of the input. A file defines
-    `model()`, which returns the module, `batch(size)`, which returns a batch of so many samples, and, where the default
+    `model()`, which returns the module, `batch(size)`, which returns a batch of that size, and, where the default
     does not fit, `loss(output)`.
     """
     if spec in BUILT_IN:
@@ -106,7 +106,7 @@ def _hugging_face(spec: str) -> Workload:
         if kind == "hf:gpt2":
             model.loss_type = "ForCausalLM"  # the default, which it would otherwise announce at every start
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as e:
-        raise Error(f"{spec}: {model_type.__name__} cannot be built: {str(e).splitlines()[0]}") from e
+        raise Error(f"{spec}: {model_type.__name__} cannot be built: {first_line(e)}") from e
 
     def pictures(n: int) -> Batch:
         return {"pixel_values": torch.randn(n, 3, image, image), "labels": torch.randint(0, config.num_labels, (n,))}
@@ -144,7 +144,7 @@ def _from_file(path: Path) -> Workload:
     try:
         model = module.model()
     except (Exception, SystemExit) as e:
-        raise InputError(path, "model()", f"fails with {_line(e)}") from e
+        raise InputError(path, "model()", f"fails with {typed_line(e)}") from e
     if not isinstance(model, nn.Module):
         raise InputError(path, "model()", f"expected a torch.nn.Module, got {type(model).__name__}")
 
@@ -152,7 +152,7 @@ def _from_file(path: Path) -> Workload:
         try:
             made = module.batch(n)
         except (Exception, SystemExit) as e:
-            raise InputError(path, f"batch({n})", f"fails with {_line(e)}") from e
+            raise InputError(path, f"batch({n})", f"fails with {typed_line(e)}") from e
         if (samples := size(made)) != n:
             raise InputError(path, f"batch({n})", f"expected {n} samples, got {samples}")
         return made
@@ -161,7 +161,7 @@ def _from_file(path: Path) -> Workload:
 
 
 def _imported(path: Path) -> ModuleType:
-    """Runs the file as a module. Like `python FILE`, it finds its neighbours."""
+    """Runs the file as a module. As with `python FILE`, it can import modules beside it."""
     if not path.is_file():
         raise InputError(path, "", "cannot be read: no such file" if not path.exists() else "expected a Python file")
     spec = importlib.util.spec_from_loader(f"dovetail_workload_{path.stem}", loader=None, origin=str(path))
@@ -176,13 +176,9 @@ def _imported(path: Path) -> ModuleType:
     except SyntaxError as e:
         raise InputError(e.filename or path, f"line {e.lineno}", f"expected valid Python: {e.msg}") from None
     except ValueError as e:  # null bytes, wrong encoding
-        raise InputError(path, "", f"expected Python source: {_line(e)}") from None
+        raise InputError(path, "", f"expected Python source: {typed_line(e)}") from None
     except (Exception, SystemExit) as e:  # a training script that ends itself is no model either
-        raise InputError(path, "", f"fails when imported, with {_line(e)}") from e
+        raise InputError(path, "", f"fails when imported, with {typed_line(e)}") from e
     finally:
         sys.path.remove(str(path.resolve().parent))
     return module
-
-
-def _line(e: BaseException) -> str:
-    return f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), 'no reason given')}"

@@ -1,4 +1,4 @@
-"""One training pass of a model, stamped at every layer: who computed when, and when each gradient was ready.
+"""One training pass of a model, stamped at every layer: when each layer computed, and when each gradient was ready.
 
 A *layer* is a module that directly owns parameters, or a leaf module, or the module that uses the parameters of a
 child without calling it (as `nn.MultiheadAttention` does with its `out_proj`; such a child stays as a layer without
@@ -11,7 +11,7 @@ operations between two layers count to the earlier one, and the layers' times ad
 Backward: the node of the autograd graph that made a tensor runs first of all when the gradient flows back through
 that tensor. So a layer's outputs carry a stamp of that layer on their node, and what enters a layer, if no layer
 claimed it before, one of the layer that held the clock: functional operations count to the same layer in both
-directions. These are hooks on nodes, not on modules: module hooks wrap the outputs, which in-place ReLUs cannot bear.
+directions. These are hooks on nodes, not on modules: module hooks wrap the outputs, which in-place ReLUs forbid.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Layers:
+class ModelLayers:
     """The layers of a model by name, in execution order."""
 
     modules: dict[str, nn.Module]
     called: frozenset[str]
+    """Names of all modules that the forward pass called."""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -63,8 +64,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def find_layers(model: nn.Module, run: Callable[[], torch.Tensor]) -> Layers:
-    """Calls `run`, which runs the model forward once, and sees which modules it calls and in which order."""
+def find_layers(model: nn.Module, run: Callable[[], torch.Tensor]) -> ModelLayers:
+    """Calls `run`, which runs the model forward once, and finds the modules that it calls, in their order."""
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     order: dict[nn.Module, None] = {}
 
@@ -87,7 +88,7 @@ def find_layers(model: nn.Module, run: Callable[[], torch.Tensor]) -> Layers:
         if module in beside or module in owners or next(module.children(), None) is None:
             layers[names[module]] = module
             layers.update({names[child]: child for child in beside.get(module, ())})
-    return Layers(modules=layers, called=frozenset(names[module] for module in order))
+    return ModelLayers(modules=layers, called=frozenset(names[module] for module in order))
 
 
 def _caller(model: nn.Module, module: nn.Module, called: Mapping[nn.Module, None]) -> nn.Module:
@@ -101,10 +102,10 @@ def _caller(model: nn.Module, module: nn.Module, called: Mapping[nn.Module, None
     return holder
 
 
-class Recorder:
+class PassRecorder:
     """Runs passes of a model and stamps them. Use `recording`, which leaves no hook behind."""
 
-    def __init__(self, model: nn.Module, layers: Layers, clock: Clock) -> None:
+    def __init__(self, model: nn.Module, layers: ModelLayers, clock: Clock) -> None:
         self._clock = clock
         self._stamps: list[tuple[str, Any]] = []
         self._ready: dict[str, Any] = {}
@@ -143,7 +144,7 @@ class Recorder:
         )
 
     def _intervals(self, stamps: list[tuple[str, Any]], end: Any) -> dict[str, float]:
-        """Seconds per layer. What comes before the first layer counts to it."""
+        """Seconds per layer. Time before the first layer counts to it."""
         at = self._clock.seconds([stamp for _, stamp in stamps] + [end])
         names = [name for name, _ in stamps]
         if len(names) > 1:
@@ -191,8 +192,8 @@ class Recorder:
 
 
 @contextmanager
-def recording(model: nn.Module, layers: Layers, clock: Clock) -> Iterator[Recorder]:
-    recorder = Recorder(model, layers, clock)
+def recording(model: nn.Module, layers: ModelLayers, clock: Clock) -> Iterator[PassRecorder]:
+    recorder = PassRecorder(model, layers, clock)
     try:
         yield recorder
     finally:

@@ -97,6 +97,6 @@ def preset(name: str) -> Network:
 
 
 def _ring(constants: Preset, ranks: int, *, passes: int) -> Fit:
-    """So many times around the ring: (n−1) steps, each of which moves M/n bytes per rank."""
+    """`passes` times around the ring: (n−1) steps each, every step moves M/n bytes per rank."""
     steps = passes * (ranks - 1)
     return Fit(latency=steps * constants.alpha, seconds_per_byte=steps / ranks * constants.beta, error=0.0)

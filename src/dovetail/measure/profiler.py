@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, typed_line
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 
 from .stats import quantiles
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from .batches import Batch, Loss
     from .clock import Clock
-    from .passes import Layers, Pass
+    from .passes import ModelLayers, Pass
 
 R = TypeVar("R")
 
 READY_QUANTILE = 0.1
-"""A gap between two gradients is what it was in its fastest tenth of the steps: what interrupted one step is not the
-model's, and would make planners split buckets in places where nothing is gained."""
+"""Quantile that is taken of each gap between two gradients. A low one: an interruption of a single pass does not belong
+to the model, and would make planners split buckets where nothing is gained."""
 
 
 def profile(
@@ -72,8 +72,8 @@ def profile(
     taken: dict[int, list[Pass]] = {}
     left_out: dict[int, str] = {}
     with passes.untouched(model, device):
-        scout = training_pass(model, batch, at, device, loss)
-        layers = _attempt(name, at, functools.partial(passes.find_layers, model, scout))
+        once = training_pass(model, batch, at, device, loss)
+        layers = _attempt(name, at, functools.partial(passes.find_layers, model, once))
         for samples in reversed(asked):
             forward = training_pass(model, batch, samples, device, loss)
             tell(f"{name}: batch {samples}, {warmup + steps} steps")
@@ -116,19 +116,18 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _attempt(name: str, samples: int, run: Callable[[], R]) -> R:
-    """What the model itself raises becomes one line; the chain keeps the rest for those who ask."""
+    """An exception of the model becomes an Error of one line, chained to the original."""
     try:
         return run()
     except Error:
         raise
     except (Exception, SystemExit) as e:
-        reason = next(iter(str(e).strip().splitlines()), "no reason given")
-        raise Error(f"model {name} fails on a batch of {samples}: {type(e).__name__}: {reason}") from e
+        raise Error(f"model {name} fails on a batch of {samples}: {typed_line(e)}") from e
 
 
 def _summary(
     model: nn.Module,
-    layers: Layers,
+    layers: ModelLayers,
     taken: dict[int, list[Pass]],
     at: int,
     *,
@@ -198,7 +197,7 @@ def ready_times(
 
     The order is the most common one. Of every gap between neighbours in it the low quantile over its runs is taken,
     which leaves out what interrupted single runs. The gaps are then put end to end and stretched so that the last
-    gradient comes at its usual part of `backward`, the layers' sum: both tell of one and the same pass.
+    gradient comes at its usual part of `backward`, the layers' sum: both describe the same pass.
     """
     orders = Counter(tuple(run) for run in runs)
     order, count = orders.most_common(1)[0]
@@ -215,8 +214,8 @@ def ready_times(
     return list(order), [min(float(t), backward) for t in ready], len(runs) - count
 
 
-def _homes(layers: Layers) -> tuple[dict[int, int], dict[str, int]]:
-    """Where each parameter lives (by id → index of its layer), and each layer's bytes.
+def _homes(layers: ModelLayers) -> tuple[dict[int, int], dict[str, int]]:
+    """Which layer each parameter belongs to (id → index of the layer), and each layer's bytes.
 
     A parameter that several layers share counts once, at the first of them.
     """

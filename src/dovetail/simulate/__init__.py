@@ -1,4 +1,4 @@
-"""A plan without hardware: predicted timelines and scaling studies; whole clusters and their traces.
+"""Plans without hardware: predicted timelines, scores and scaling studies; whole clusters and their traces.
 
 May import `core` and `planning`; no torch.
 Begin with `iteration.py`.

@@ -1,11 +1,11 @@
-"""The simulator's word on plans of every kind, and the choice among them by it.
+"""Scores plans of every kind by their simulated timelines, and chooses among them.
 
     choose(profile, network, devices=64)     the best combination of techniques and devices, explained
     timeline(plan, profile, network)         one predicted iteration of any plan, as `dovetail simulate` draws it
 
-A device of the job is held while it computes or communicates. The rest of its time, and all of the time of devices that
-the job does not use, is for background tasks, which take `task` seconds each and do not stop in between. Iterations
-follow each other without a pause, so the last gap of one is the first of the next.
+A device of the job is busy while it computes or communicates. The rest of its time, and all of the time of devices that
+the job does not use, is for background tasks, which take `task` seconds each and cannot be interrupted. Iterations
+follow each other without a pause, so the last gap of one continues as the first gap of the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dovetail.core.network import Network
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import ALL_RANKS, Timeline
 from dovetail.planning.auto.options import OBJECTIVES, AnyPlan, Objective, Question, shared_out
-from dovetail.planning.auto.search import Joint, Score, Search
+from dovetail.planning.auto.search import AutoPlan, Score, Search
 from dovetail.planning.burst.background import check_task, worth
 from dovetail.planning.burst.cost import NetworkLinks
 
@@ -29,7 +29,7 @@ from .depth import simulate_depth
 from .iteration import simulate
 
 Busy = tuple[int, list[tuple[float, float]]]
-"""(devices that do the same, when they are held)."""
+"""(number of devices that do the same, spans in which they are busy)."""
 
 
 def choose(
@@ -44,7 +44,7 @@ def choose(
     statistics: bool = False,
     memory: int | None = None,
     optimizer: float = 0.0,
-) -> Joint:
+) -> AutoPlan:
     """The best combination for a job on a cluster.
 
     `devices` defaults to the network's ranks and the global `batch` to the profile's own on each of them. For
@@ -85,13 +85,13 @@ def timeline(plan: AnyPlan, profile: Profile, network: Network) -> Timeline:
 
 
 def score(plan: AnyPlan, *, profile: Profile, network: Network, devices: int, task: float = 0.0) -> Score:
-    """What the timeline of a plan says of it on a cluster of so many devices."""
+    """Iteration, device time and time for background tasks of a plan on a cluster, by its timeline."""
     check_task(task)
     if isinstance(plan, BurstPlan):
         iteration, busy = occupancy(plan, shared_out(profile), NetworkLinks(network))
     else:
         seen = timeline(plan, profile, network)
-        iteration, busy = seen.duration, _held(plan, seen)
+        iteration, busy = seen.duration, _busy(plan, seen)
     used = sum(ranks for ranks, _ in busy)
     useful = (devices - used) * iteration
     for ranks, spans in busy:
@@ -100,8 +100,8 @@ def score(plan: AnyPlan, *, profile: Profile, network: Network, devices: int, ta
     return Score(iteration=iteration, device_time=taken, useful=useful)
 
 
-def _held(plan: AnyPlan, seen: Timeline) -> list[Busy]:
-    """Rank 0 stands for all in data parallelism; of a depth plan every worker has its own track."""
+def _busy(plan: AnyPlan, seen: Timeline) -> list[Busy]:
+    """When devices are busy. Rank 0 stands for all in data parallelism; a depth plan has a track for every worker."""
     common = [(s.start, s.stop) for s in seen.spans if s.track.startswith(f"{ALL_RANKS}/")]
     by_rank: dict[str, list[tuple[float, float]]] = {}
     for s in seen.spans:
@@ -112,7 +112,7 @@ def _held(plan: AnyPlan, seen: Timeline) -> list[Busy]:
 
 
 def _gaps(busy: list[tuple[float, float]], until: float) -> list[float]:
-    """Lengths of the times in which nothing happens; what is left at the end goes on at the beginning."""
+    """Lengths of the idle gaps; the one at the end continues as the one at the beginning."""
     found: list[float] = []
     at = 0.0
     for start, stop in busy:

@@ -1,4 +1,4 @@
-"""Partial backpropagation without hardware: the timeline of one iteration for all workers, and what a plan saves."""
+"""Partial backpropagation without hardware: the timeline of one iteration of all workers, and what a plan saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dovetail.core.depth_plan import DepthPlan, Phase, WorkerPrediction
+from dovetail.core.depth_plan import DepthPhase, DepthPlan, WorkerPrediction
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
@@ -19,8 +19,8 @@ from dovetail.planning.merge.stream import schedule
 def simulate_depth(plan: DepthPlan, profile: Profile, network: Network | None = None, *, phase: int = -1) -> Timeline:
     """Every worker's forward and backward, segment by segment; the gradients of each segment beside it; then waiting.
 
-    A segment's gradients leave when the slowest of its contributors has them and the network is free. Workers that are
-    done earlier wait for the end of the iteration: that is the time in which a scheduler can run other jobs' tasks.
+    A segment's gradients are sent when the slowest of its contributors has computed them and the network is free.
+    Workers that are done earlier wait for the end of the iteration: in that time a scheduler can run other jobs' tasks.
     """
     at = range(len(plan.phases))[phase]
     if tuple(layer.name for layer in profile.layers) != plan.layers:
@@ -61,7 +61,7 @@ def _computing(
     for kind, visited, seconds, whole in passes:
         total, begins = sum(seconds[s] for s in visited), now
         for i, s in enumerate(visited):
-            # The last one ends with the pass, whatever rounding has made of the sum.
+            # The last one ends with the pass: the sum may differ by rounding.
             stop = begins + whole if i == len(visited) - 1 else now + (seconds[s] / total * whole if total else 0.0)
             stop = min(max(stop, now), begins + whole)
             yield Span(track=track, name=f"segment {s}", kind=kind, start=now, stop=stop)  # type: ignore[arg-type]
@@ -95,16 +95,17 @@ class Savings:
     backward: float
     """Device-seconds of backward alone."""
     sent: float
+    """Bytes of gradients that workers send."""
     activations: float
-    """Mean over the workers: the cluster's memory."""
+    """Bytes of activations, mean over the workers: the cluster's memory."""
     peak: float
-    """Of the worker that keeps most: what a single device must have."""
+    """Activations of the worker that keeps most: what a single device must hold."""
     iteration: float
-    """Time, if everybody waits for everybody."""
+    """Seconds of an iteration in which all workers wait for the slowest."""
 
 
 def savings(plan: DepthPlan) -> Savings:
-    """For the cluster, over the whole training: each phase counts for as long as it lasts."""
+    """Savings of the cluster over the whole training: each phase counts for as long as it lasts."""
     edges = [*(p.begins for p in plan.phases), 1.0]
     lengths = [b - a for a, b in pairwise(edges)]
     each = [of_phase(plan, i) for i in range(len(plan.phases))]
@@ -117,7 +118,7 @@ def savings(plan: DepthPlan) -> Savings:
 
 
 def of_phase(plan: DepthPlan, phase: int) -> Savings:
-    """For the cluster, in one phase."""
+    """Savings of the cluster in one phase."""
     now, full = plan.phases[phase], plan.full
     return Savings(
         compute=_saved(sum(_spent(now)), sum(_spent(full))),
@@ -129,7 +130,7 @@ def of_phase(plan: DepthPlan, phase: int) -> Savings:
     )
 
 
-def _spent(phase: Phase) -> list[float]:
+def _spent(phase: DepthPhase) -> list[float]:
     return [w.forward + w.backward for w in phase.workers]
 
 

@@ -1,18 +1,20 @@
-"""One iteration of a plan as a predicted timeline."""
+"""One iteration of a plan as a predicted timeline, and which communication hides behind which computation in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
-from dovetail.core.plan import Plan
+from dovetail.core.plan import Bucket, Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Span, SpanKind, Timeline
+from dovetail.planning.merge import cycle as cycles
 from dovetail.planning.merge.stream import schedule, stream
 
-from .overlap import COMPUTE, NETWORK, forward_overlap
+COMPUTE, NETWORK = "rank 0/compute", "rank 0/network"
 
 
 def simulate(plan: Plan, profile: Profile, network: Network) -> Timeline:
@@ -21,8 +23,8 @@ def simulate(plan: Plan, profile: Profile, network: Network) -> Timeline:
     A bucket starts once its last gradient is ready and the bucket before it has finished. All ranks do the same at the
     same time, so rank 0 stands for all. One worker communicates with nobody: its timeline has no network track.
 
-    Where the plan overlaps with forward too, the timeline is one period of many alike: it starts with forward, beside
-    which the parameters are gathered that the optimiser has updated at the end of the period before.
+    Where the plan overlaps with forward too, the timeline is one of many equal iterations: it starts with forward,
+    beside which the parameters are gathered that the optimiser updated at the end of the iteration before.
     """
     _check(plan, profile)
     if plan.overlap == "forward":
@@ -73,13 +75,13 @@ def _forward(profile: Profile, batch: int, *, until: float) -> Iterator[Span]:
 
 
 def _backward(profile: Profile, batch: int, *, start: float, until: float) -> Iterator[Span]:
-    """Where the last gradient is ready after the sum of the layers' times, the layers share the rest in proportion."""
+    """Layers in reverse order. If the last gradient is ready later than their times add up to, all are stretched."""
     layers = profile.layers[::-1]
     return _chain("backward", [x.name for x in layers], [x.backward(batch) for x in layers], start=start, until=until)
 
 
 def _chain(kind: SpanKind, names: list[str], seconds: list[float], *, start: float, until: float) -> Iterator[Span]:
-    """Spans on end from `start` to exactly `until`, in proportion to `seconds`; equal ones if those are all zero."""
+    """Spans without gaps from `start` to exactly `until`, in proportion to `seconds`; equal ones if all are zero."""
     if not sum(seconds):
         seconds = [1.0] * len(seconds)
     stretch = (until - start) / sum(seconds)
@@ -105,3 +107,94 @@ def _check(plan: Plan, profile: Profile) -> None:
                 f"plan does not match profile {profile.name!r}: bucket {i} holds {bucket.bytes} bytes "
                 f"against {held}; {hint}"
             )
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """One communication and the computation that went on meanwhile."""
+
+    span: Span
+    behind: tuple[Span, ...]
+    """Layers and the optimiser's update, in order of time."""
+    exposed: float
+    """Seconds of the communication in which nothing was computed."""
+
+
+def forward_overlap(plan: Plan, profile: Profile, network: Network) -> tuple[list[Span], list[Span], cycles.Phases]:
+    """The spans of forward with its waits, the spans of the network and of the optimiser, and the times of the phases.
+
+    The iteration starts with forward, while the parameters that the iteration before has updated are still being
+    gathered, the first layers' bucket first. A layer starts once its tensors are there.
+    """
+    total = max(1, plan.bytes)
+    found = cycles.phases(
+        cycles.cycle(
+            profile,
+            network.cost("reduce_scatter", ranks=plan.workers),
+            network.cost("all_gather", ranks=plan.workers),
+            batch=plan.batch,
+            update=cycles.by_bytes(plan.prediction.optimizer, total),
+        ),
+        [b.stop for b in plan.buckets],
+    )
+    spans = list(_forward_waiting(plan, profile, found))
+    others = []
+    if plan.workers > 1:
+        others += _channel("all-gather", plan.buckets, found.gathers, 0.0)[::-1]
+        others += _channel("reduce-scatter", plan.buckets, found.scatters, found.forward)
+    if plan.prediction.optimizer:
+        for i, (start, stop) in enumerate(found.updates):
+            name = f"update {i}" if len(found.updates) > 1 else "update"
+            start, stop = found.forward + start, found.forward + stop
+            others.append(Span(track=COMPUTE, name=name, kind="optimizer", start=start, stop=stop))
+    return spans, others, found
+
+
+def hidden(timeline: Timeline) -> list[Hidden]:
+    """For every communication of a timeline: the computation of the same rank behind which it hid, and the rest."""
+    busy: dict[str, list[Span]] = {}
+    for span in timeline.spans:
+        if span.kind in ("forward", "backward", "optimizer"):
+            busy.setdefault(span.track.partition("/")[0], []).append(span)
+    found = []
+    for span in sorted((s for s in timeline.spans if s.kind == "communication"), key=lambda s: (s.start, s.stop)):
+        meanwhile = [
+            s
+            for s in sorted(busy.get(span.track.partition("/")[0], []), key=lambda s: (s.start, s.stop))
+            if min(s.stop, span.stop) > max(s.start, span.start)
+        ]
+        covered = sum(min(s.stop, span.stop) - max(s.start, span.start) for s in meanwhile)
+        found.append(Hidden(span=span, behind=tuple(meanwhile), exposed=max(0.0, span.duration - covered)))
+    return found
+
+
+def _forward_waiting(plan: Plan, profile: Profile, found: cycles.Phases) -> Iterator[Span]:
+    """Layers in order; the time that a layer waits for its parameters is a span of its own."""
+    there = [0.0] * len(profile.layers)
+    if plan.workers > 1:
+        for bucket, (_, gathered) in zip(plan.buckets, found.gathers, strict=True):
+            for tensor in profile.tensors[bucket.start : bucket.stop]:
+                there[tensor.layer] = max(there[tensor.layer], gathered)
+    at = 0.0
+    for i, layer in enumerate(profile.layers):
+        start = min(max(at, there[i]), found.forward)
+        if start > at:
+            yield Span(track=COMPUTE, name=f"wait for {layer.name}", kind="wait", start=at, stop=start)
+        # The pass ends when the plan says: a sum in another order than the plan's may differ by rounding.
+        last = i + 1 == len(profile.layers)
+        at = found.forward if last else min(start + layer.forward(plan.batch), found.forward)
+        yield Span(track=COMPUTE, name=layer.name, kind="forward", start=start, stop=at)
+
+
+def _channel(what: str, buckets: tuple[Bucket, ...], times: list[tuple[float, float]], origin: float) -> list[Span]:
+    return [
+        Span(
+            track=NETWORK,
+            name=f"{what} {i} ({b.stop - b.start} tensor{'s' if b.stop - b.start > 1 else ''})",
+            kind="communication",
+            start=origin + start,
+            stop=origin + stop,
+            bytes=b.bytes,
+        )
+        for i, (b, (start, stop)) in enumerate(zip(buckets, times, strict=True))
+    ]

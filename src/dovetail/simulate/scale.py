@@ -17,7 +17,7 @@ from dovetail.planning.merge.policies import COMPARED
 from .auto import choose
 
 AUTO = "auto"
-"""The technique that is the best combination of all."""
+"""Name of the best combination of all techniques."""
 
 
 class ScalePoint(Record, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class ScalePoint(Record, frozen=True, kw_only=True):
     efficiency: float
     """speedup / workers; 1.0 where communication hides entirely."""
     buckets: Count
-    """Of gradients; stages of a burst plan, segments of a depth plan."""
+    """Buckets of gradients; stages of a burst plan, segments of a depth plan."""
 
 
 def scale(
@@ -39,7 +39,7 @@ def scale(
 ) -> list[ScalePoint]:
     """Predicts an iteration for every number of workers and every policy, in the order in which they are given.
 
-    The network's costs are carried to other numbers of ranks by the ring law; every policy plans anew for each number.
+    The network's costs are extrapolated to other numbers of ranks by the ring law; every policy plans for each number.
     """
     points = []
     for count in workers:

@@ -1,4 +1,4 @@
-"""Small agreements among the ranks of a group. Every function here is a collective: all ranks call it, or none."""
+"""Values on which the ranks of a group agree. Every function here is a collective: all ranks call it, or none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def smallest(values: Sequence[float], group: dist.ProcessGroup, device: torch.de
 
 
 def from_first(value: T, group: dist.ProcessGroup, device: torch.device) -> T:
-    """What the group's first rank has, on all ranks."""
+    """The value of the group's first rank, on all ranks."""
     box = [value]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group, device=device)
     return box[0]

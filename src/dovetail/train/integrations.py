@@ -1,4 +1,4 @@
-"""A Plan inside other people's training libraries.
+"""Makes training libraries follow a Plan.
 
 Most of them hand keyword arguments through to torch's DistributedDataParallel, so `**plan.ddp_kwargs()` is all they
 need. Accelerate and the Hugging Face Trainer keep a fixed list of arguments instead; `apply` extends that list.
@@ -23,12 +23,12 @@ _kept: list[Any] = []
 
 
 def keep(group: Any) -> None:
-    """Keeps a process group until the process ends, whoever destroys it before, and lets it end in peace.
+    """Keeps a process group alive until the process ends, even if the user destroys it before.
 
-    When the last reference to a gloo group goes, torch waits for the group's threads while it holds Python's lock; a
-    thread that is just letting go of its last collective waits for that lock. A script that ends right after its last
-    step then hangs, or aborts where the interpreter is already ending (torch's issue 56297). A group that stays is not
-    waited for, and a pause without the lock, once, at exit, is ample for its threads.
+    When the last reference to a gloo group is dropped, torch joins the group's threads while it holds Python's lock; a
+    thread that is just releasing its last collective waits for that lock. A script that ends right after its last step
+    then hangs, or aborts where the interpreter is already shutting down (torch's issue 56297). A group that is kept is
+    not joined, and its threads finish during a pause without the lock, once, at exit.
     """
     if not _kept:
         atexit.register(time.sleep, 0.1)
@@ -37,13 +37,13 @@ def keep(group: Any) -> None:
 
 
 def check_environment() -> None:
-    """Refuses the one environment variable that makes torch follow a plan the wrong way round."""
+    """Refuses the one environment variable that makes torch apply a plan's bucket caps in reverse."""
     if os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1":  # torch takes no other value for yes
         raise Error("DDP_SET_LAST_BUCKET_CAP=1 makes torch apply bucket caps in reverse: unset it to use a plan")
 
 
 def agree(plan: Plan) -> Plan:
-    """Rank 0's plan, on every rank. All ranks call it together, after the process group exists.
+    """Rank 0's plan, on every rank. A collective: all ranks call it, after the process group exists.
 
     Ranks that profile for themselves come to slightly different plans, but torch's first iteration takes its buckets
     from each rank's own caps: ranks that differ would wait for each other for ever, or add up the wrong gradients.
@@ -87,7 +87,7 @@ def apply(plan: Plan, target: Any) -> None:
     plan is refused; then the ranks agree on rank 0's plan; then the list of DDP arguments that the accelerator keeps is
     replaced by one that says the same and carries the plan's caps. When the model is wrapped, torch gets them.
     """
-    accelerate = sys.modules.get("accelerate")  # whoever has such an object has imported it
+    accelerate = sys.modules.get("accelerate")  # a target from accelerate means that it was imported
     accelerator = getattr(target, "accelerator", target)
     if accelerate is None or not isinstance(accelerator, accelerate.Accelerator):
         raise Error(
@@ -96,7 +96,7 @@ def apply(plan: Plan, target: Any) -> None:
             "arguments (torch, Lightning, Fabric, Ray Train) takes **plan.ddp_kwargs()"
         )
     check_environment()
-    plan.ddp_kwargs()  # says so where torch cannot carry the plan
+    plan.ddp_kwargs()  # raises where torch cannot follow the plan
     _check_accelerator(plan, accelerator)
     if target is not accelerator:
         _check_trainer(plan, target)

@@ -13,7 +13,7 @@ from rich.text import Text
 from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.depth_plan import DepthPlan
 from dovetail.planning.auto.options import PARTIAL, TECHNIQUES
-from dovetail.planning.auto.search import Candidate, Joint, Score, throughput
+from dovetail.planning.auto.search import Candidate, AutoPlan, Score, throughput
 
 from . import units
 from .tables import _table
@@ -32,7 +32,7 @@ NAMES = {
 }
 
 
-def table(found: Joint) -> RenderableType:
+def table(found: AutoPlan) -> RenderableType:
     """The ablation: from torch's DDP to the plan, a part at a time."""
     background = found.question.objective == "throughput"
     columns = ["   part", ">devices", ">iteration", ">device-time"]
@@ -49,7 +49,7 @@ def table(found: Joint) -> RenderableType:
     return Group(made, *([Text(note, style="dim")] if note else []))
 
 
-def _part(found: Joint, step: Candidate, before: Candidate | None) -> str:
+def _part(found: AutoPlan, step: Candidate, before: Candidate | None) -> str:
     if before is None:
         return NAMES["ddp"] if found.search.fits else f"{NAMES['ddp']}, does not fit"
     if step.technique == "ddp":
@@ -57,21 +57,21 @@ def _part(found: Joint, step: Candidate, before: Candidate | None) -> str:
     return f"+ {NAMES[step.technique]}"
 
 
-def _change(found: Joint, score: Score, before: Candidate | None) -> str:
+def _change(found: AutoPlan, score: Score, before: Candidate | None) -> str:
     if before is None:
         return ""
     now, then = _value(found, score), _value(found, before.score)
     return units.percent(now / then - 1, sign=True) if then else ""
 
 
-def _value(found: Joint, score: Score) -> float:
+def _value(found: AutoPlan, score: Score) -> float:
     """What the objective counts."""
     if found.question.objective == "time":
         return score.iteration
     return score.device_time if found.question.objective == "device-time" else throughput(found.question, score)
 
 
-def rejected(found: Joint) -> RenderableType:
+def rejected(found: AutoPlan) -> RenderableType:
     """Every technique that was not chosen: the best that was seen of it, or why nothing was."""
     made = _table("not chosen", ">devices", ">iteration", "why")
     for technique in TECHNIQUES:
@@ -84,29 +84,29 @@ def rejected(found: Joint) -> RenderableType:
             least = min(d.combination.bound for d in drops)
             numbers = sorted({d.combination.devices for d in drops})
             devices = f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,}-{numbers[-1]:,}"
-            slow = all(d.why == "slow" for d in drops)
+            slow = all(d.reason == "slow" for d in drops)
             why = "cannot be as fast as wanted" if slow else "no plan of it can be better"
-            if any(d.why == "none" for d in drops):
+            if any(d.reason == "none" for d in drops):
                 why = "found none that is better"
             made.add_row(NAMES[technique], devices, f">= {units.seconds(least)}", why)
     return made
 
 
-def excluded(found: Joint) -> list[str]:
+def excluded(found: AutoPlan) -> list[str]:
     """What could not be considered at all, and what would change that."""
     lines = []
     for technique in dict.fromkeys(e.technique for e in found.excluded):
-        why = [e.why for e in found.excluded if e.technique == technique]
+        why = [e.reason for e in found.excluded if e.technique == technique]
         more = f" (and {len(why) - 1} more like that)" if len(why) > 1 else ""
         lines.append(f"Not considered: {NAMES.get(technique, technique)}: {why[0]}{more}.")
     return lines
 
 
-def _reached(found: Joint, c: Candidate) -> bool:
+def _reached(found: AutoPlan, c: Candidate) -> bool:
     return c.score.iteration <= found.within * (1 + 1e-9)
 
 
-def _worse(found: Joint, c: Candidate) -> float:
+def _worse(found: AutoPlan, c: Candidate) -> float:
     """How much worse than the chosen, as a share of it."""
     mine, best = _value(found, c.score), _value(found, found.chosen.score)
     if not best:
@@ -114,7 +114,7 @@ def _worse(found: Joint, c: Candidate) -> float:
     return mine / best - 1 if found.question.objective != "throughput" else 1 - mine / best
 
 
-def _why(found: Joint, c: Candidate) -> str:
+def _why(found: AutoPlan, c: Candidate) -> str:
     if not _reached(found, c):
         return "slower than wanted"
     share = _worse(found, c)
@@ -124,7 +124,7 @@ def _why(found: Joint, c: Candidate) -> str:
     return f"{units.percent(share)} {what[found.question.objective]}"
 
 
-def sentences(found: Joint) -> list[str]:
+def sentences(found: AutoPlan) -> list[str]:
     """What was asked, what was chosen, how good that is, and how sure."""
     q, chosen, base = found.question, found.chosen, found.baseline
     lines = [
@@ -151,7 +151,7 @@ def sentences(found: Joint) -> list[str]:
     return lines
 
 
-def _wanted(found: Joint) -> str:
+def _wanted(found: AutoPlan) -> str:
     return {
         "time": "the shortest iteration",
         "device-time": "the least device-time",
@@ -171,7 +171,7 @@ def _local(c: Candidate) -> str:
     return f", the same for every layer, local batch up to {-(-c.plan.batch // c.devices)}"
 
 
-def _against(found: Joint, chosen: Candidate, base: Candidate) -> str:
+def _against(found: AutoPlan, chosen: Candidate, base: Candidate) -> str:
     told = f"torch's DDP on {units.count(base.devices, 'device')} is predicted at "
     told += f"{units.seconds(base.score.iteration)} and {units.seconds(base.score.device_time)}"
     told += "" if found.search.fits else ", and its memory is not enough"
@@ -185,8 +185,8 @@ def _against(found: Joint, chosen: Candidate, base: Candidate) -> str:
     return f"{told}: this is {1 + better:.2f} times {word[found.question.objective]}."
 
 
-def _sure(found: Joint) -> str:
-    planned, none = len(found.scored), sum(d.why == "none" for d in found.dropped)
+def _sure(found: AutoPlan) -> str:
+    planned, none = len(found.scored), sum(d.reason == "none" for d in found.dropped)
     told = f"{units.count(found.considered, 'combination')}: {planned} planned and simulated, "
     told += f"{len(found.dropped) - none} dropped by lower bounds"
     told += f", {none} without a better plan. " if none else ". "
@@ -202,7 +202,7 @@ def _sure(found: Joint) -> str:
     )
 
 
-def _doubts(found: Joint) -> list[str]:
+def _doubts(found: AutoPlan) -> list[str]:
     """Where the plan rests on local batches that were not measured."""
     measured = sorted({t.batch for layer in found.question.profile.layers for t in layer.times})
     plan = found.chosen.plan
@@ -222,7 +222,7 @@ def _doubts(found: Joint) -> list[str]:
     ]
 
 
-def recipe(found: Joint, path: Path, *, profile: str, network: str) -> list[str]:
+def recipe(found: AutoPlan, path: Path, *, profile: str, network: str) -> list[str]:
     """The lines of Python that execute the plan, in a script that runs once on each device."""
     technique, named = found.chosen.technique, _quoted(str(path))
     if technique == "ddp":
@@ -268,7 +268,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def as_data(found: Joint) -> dict[str, Any]:
+def as_data(found: AutoPlan) -> dict[str, Any]:
     """The same for programs."""
     q = found.question
     return {
@@ -286,11 +286,11 @@ def as_data(found: Joint) -> dict[str, Any]:
         "baseline_fits": found.search.fits,
         "steps": [_candidate(found, c) for c in found.steps],
         "scored": [_candidate(found, c) for c in found.scored],
-        "not_considered": [{"technique": e.technique, "why": e.why} for e in found.excluded],
+        "not_considered": [{"technique": e.technique, "why": e.reason} for e in found.excluded],
     }
 
 
-def _candidate(found: Joint, c: Candidate) -> dict[str, Any]:
+def _candidate(found: AutoPlan, c: Candidate) -> dict[str, Any]:
     return {
         "technique": c.technique,
         "devices": c.devices,

@@ -35,7 +35,7 @@ WORTH = 0.1
 
 
 @dataclass(frozen=True)
-class Row:
+class BurstRow:
     """A plan and what it leaves to others."""
 
     plan: BurstPlan
@@ -46,34 +46,35 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Study:
+class BurstStudy:
     """Plans side by side for one job."""
 
     planner: BurstPlanner
-    chosen: Row
-    rows: list[Row]
+    chosen: BurstRow
+    rows: list[BurstRow]
     """Data parallelism first, then what others would do, then burst plans."""
     task: float
     """Seconds of a background task."""
     broken: list[rules.Violation]
     """Layers in which the plan by DeepPool's rule is above the rule's own limit."""
 
-    def row(self, policy: str) -> Row | None:
+    def row(self, policy: str) -> BurstRow | None:
         return next((r for r in self.rows if r.plan.policy == policy), None)
 
 
-def study(planner: BurstPlanner, *, amplification: float | None = None, task: float = 0.0) -> Study:
+def study(planner: BurstPlanner, *, amplification: float | None = None, task: float = 0.0) -> BurstStudy:
     """Data parallelism on 1, 2, 4, … devices, DeepPool's rule where it applies, and burst plans along the front."""
     if not planner.one_device:
         raise Error(f"profile {planner.profile.name!r}: expected layers that take time, all of its layers take 0 s")
 
-    def row(plan: BurstPlan) -> Row:
+    def row(plan: BurstPlan) -> BurstRow:
         left = background(planner, plan.counts, task=task)
-        return Row(plan, planner.devices - plan.prediction.device_time / (plan.prediction.iteration or 1), left.devices)
+        idle = planner.devices - plan.prediction.device_time / (plan.prediction.iteration or 1)
+        return BurstRow(plan, idle, left.devices)
 
     widest = min(planner.devices, planner.cost.batch)
     numbers = [*(2**i for i in range(widest.bit_length()) if 2**i < widest), widest]
-    plans = [planner.policy(f"dp:{g}") for g in numbers]
+    plans = [rules.by_name(planner, f"dp:{g}") for g in numbers]
     broken: list[rules.Violation] = []
     with contextlib.suppress(Error):  # in a graph with branches: its rule knows chains only
         limit = amplification or rules.DEFAULT_AMPLIFICATION
@@ -84,10 +85,10 @@ def study(planner: BurstPlanner, *, amplification: float | None = None, task: fl
     found = [chosen, *(p for p in burst if p.counts != chosen.counts)]
     found.sort(key=lambda p: p.prediction.iteration)
     rows = [row(p) for p in [*plans, *found]]
-    return Study(planner, next(r for r in rows if r.plan is chosen), rows, task, broken)
+    return BurstStudy(planner, next(r for r in rows if r.plan is chosen), rows, task, broken)
 
 
-def table(found: Study) -> RenderableType:
+def table(found: BurstStudy) -> RenderableType:
     devices = found.planner.devices
     base = next(r for r in reversed(found.rows) if r.plan.policy.startswith("dp:")).plan
     columns = ["   plan", ">iteration", ">speed", ">device-time", f">free of {devices:,}"]
@@ -126,7 +127,7 @@ def name(plan: BurstPlan) -> str:
     return plan.policy
 
 
-def sentences(found: Study) -> list[str]:
+def sentences(found: BurstStudy) -> list[str]:
     """Whether the layers are uneven enough, what it would gain and what it would free."""
     planner, devices = found.planner, found.planner.devices
     best = min((r.plan for r in found.rows if r.plan.policy.startswith("dp:")), key=lambda p: p.prediction.iteration)
@@ -208,7 +209,7 @@ def _doubts(planner: BurstPlanner, plan: BurstPlan) -> list[str]:
     ]
 
 
-def burst_png(found: Study, path: str | Path) -> None:
+def burst_png(found: BurstStudy, path: str | Path) -> None:
     """Left: iteration time against device-time, the front and what others would do. Right: devices of every layer."""
     figure = _figure(11.0, 4.6)
     trade, layers = figure.subplots(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.core.network import Collective, Fit, Network, Sample
+from dovetail.core.network import Collective, Fit, Network, CostSample
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
 from dovetail.core.timeline import Span, SpanKind, Timeline
 
@@ -43,7 +43,7 @@ def profile(*, layers: int = 8, name: str = "example") -> Profile:
 def network(*, name: str = "made-up") -> Network:
     """Four ranks: 0.5 ms and 1 GB/s, with a table that agrees to a few per cent."""
     samples = tuple(
-        Sample(bytes=size, seconds=_spread(0.0005 + size * 1e-9 * (1.04 if i % 2 else 0.97)))
+        CostSample(bytes=size, seconds=_spread(0.0005 + size * 1e-9 * (1.04 if i % 2 else 0.97)))
         for i, size in enumerate(KIB * 4**k for k in range(8))
     )
     fit = Fit(latency=0.0005, seconds_per_byte=1e-9, error=0.02)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.core.errors import Error, MissingExtra
 from dovetail.core.files import replacing
@@ -24,13 +25,25 @@ DPI = 150
 WIDTH = 10.0  # inches
 MAX_TRACKS = 16
 
+Theme = Literal["light", "dark"]
+INKS: dict[Theme, tuple[str, str, str, str]] = {
+    "light": ("#ffffff", "#000000", "#444444", "#dddddd"),
+    "dark": ("#0d1117", "#e6edf3", "#9da7b1", "#30363d"),
+}
+"""Colours of the background, of text, of lines that mark something, and of the grid."""
 
-def timeline_png(timelines: Sequence[Timeline], path: str | Path) -> None:
+
+def timeline_png(timelines: Sequence[Timeline], path: str | Path, *, theme: Theme = "light") -> None:
     """Timelines below each other on one time axis in milliseconds, exposed communication in a colour of its own."""
+    with _inks(theme):
+        _timelines(timelines, path)
+
+
+def _timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
     shown = [list(tracks.by_track(t).items())[:MAX_TRACKS] for t in timelines]
     if not any(shown):
         raise Error(f"{path}: nothing to draw: the timelines have no spans")
-    heights = [0.34 * max(len(rows), 1) + 0.5 for rows in shown]
+    heights = [0.36 * max(len(rows), 1) + 0.55 for rows in shown]
     figure = _figure(WIDTH, sum(heights) + 0.9)
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(t.duration for t in timelines) * 1e3
@@ -39,8 +52,8 @@ def timeline_png(timelines: Sequence[Timeline], path: str | Path) -> None:
         axis.set_xlim(0, longest * 1.01)
         _draw_tracks(axis, timeline, rows, used)
         end = timeline.duration * 1e3
-        axis.axvline(end, color="#444444", linewidth=0.8, linestyle="--")
-        axis.set_title(_timeline_title(timeline, len(tracks.by_track(timeline)) - len(rows)), loc="left", fontsize=9.5)
+        axis.axvline(end, color=_ink("lines.color"), linewidth=0.8, linestyle="--")
+        axis.set_title(_timeline_title(timeline, len(tracks.by_track(timeline)) - len(rows)), loc="left", fontsize=11.5)
     axes[-1].set_xlabel("time (ms)")
     _legend(figure, used)
     _save(figure, path)
@@ -59,32 +72,32 @@ def _draw_tracks(axis: Any, timeline: Timeline, rows: list[tuple[str, list[Any]]
             if len(lanes) == 1:
                 for p in drawn:
                     _label(axis, p, origin, row)
-    axis.set_yticks(range(len(rows)), [track for track, _ in rows], fontsize=8)
+    axis.set_yticks(range(len(rows)), [track for track, _ in rows], fontsize=10)
     axis.set_ylim(len(rows) - 0.4, -0.6)
     _clean(axis)
-    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axis.grid(axis="x", linewidth=0.6)
     axis.set_axisbelow(True)
 
 
 def _bars(axis: Any, drawn: Sequence[tracks.Piece], origin: float, bottom: float, height: float) -> None:
-    """One bar per piece. White edges part wide neighbours; they would hide a narrow bar, which keeps its own colour."""
+    """One bar per piece. Edges part wide neighbours; they would hide a narrow bar, which keeps its own colour."""
     left, right = axis.get_xlim()
     for look in dict.fromkeys(p.look for p in drawn):
         bars = [((p.start - origin) * 1e3, (p.stop - p.start) * 1e3) for p in drawn if p.look == look]
         color = LOOKS[look].color
-        edges = ["white" if width > 0.006 * (right - left) else color for _, width in bars]
+        edges = [_ink("axes.facecolor") if width > 0.006 * (right - left) else color for _, width in bars]
         axis.broken_barh(bars, (bottom, height), facecolors=color, edgecolors=edges, linewidth=0.5)
 
 
 def _label(axis: Any, piece: tracks.Piece, origin: float, row: int) -> None:
-    """Writes a span's name into its bar where there is room: 0.075 inch per letter, on 3/4 of the picture's width."""
+    """Writes a span's name into its bar where there is room: 0.09 inch per letter, on 3/4 of the picture's width."""
     left, right = axis.get_xlim()
     inches = (piece.stop - piece.start) * 1e3 / (right - left) * WIDTH * 0.75
-    name = next((n for n in tracks.short(piece.name) if inches > 0.075 * (len(n) + 1)), None)
+    name = next((n for n in tracks.short(piece.name) if inches > 0.09 * (len(n) + 1)), None)
     if name:
         color = "white" if piece.look in ("backward", "exposed", "optimizer") else "black"
         middle = ((piece.start + piece.stop) / 2 - origin) * 1e3
-        axis.text(middle, row, name, ha="center", va="center", fontsize=7, color=color, clip_on=True)
+        axis.text(middle, row, name, ha="center", va="center", fontsize=9, color=color, clip_on=True)
 
 
 def _timeline_title(t: Timeline, left_out: int) -> str:
@@ -93,8 +106,15 @@ def _timeline_title(t: Timeline, left_out: int) -> str:
     return title + (f" ({units.count(left_out, 'more track')} not shown)" if left_out else "")
 
 
-def plan_png(profile: Profile, network: Network, plans: Sequence[Plan], path: str | Path) -> None:
+def plan_png(
+    profile: Profile, network: Network, plans: Sequence[Plan], path: str | Path, *, theme: Theme = "light"
+) -> None:
     """Every policy's predicted iteration on one time axis: above, computing; below, its all-reduces, one per bucket."""
+    with _inks(theme):
+        _plans(profile, network, plans, path)
+
+
+def _plans(profile: Profile, network: Network, plans: Sequence[Plan], path: str | Path) -> None:
     from dovetail.simulate.iteration import simulate
 
     ordered = by_promise(plans)
@@ -109,8 +129,8 @@ def plan_png(profile: Profile, network: Network, plans: Sequence[Plan], path: st
         text = f" {units.seconds(plan.prediction.iteration)}, {units.count(len(plan.buckets), 'bucket')}"
         axis.text(plan.prediction.iteration * 1e3, row, text, va="center", fontsize=8)
     bound = min(p.prediction.lower_bound for p in ordered) * 1e3
-    axis.axvline(bound, color="#444444", linestyle="--", linewidth=0.9)
-    axis.text(bound, -0.62, "lower bound ", ha="right", va="bottom", fontsize=8, color="#444444")
+    axis.axvline(bound, color=_ink("lines.color"), linestyle="--", linewidth=0.9)
+    axis.text(bound, -0.62, "lower bound ", ha="right", va="bottom", fontsize=8, color=_ink("lines.color"))
     axis.set_ylim(len(ordered) - 0.4, -1.0)
     axis.set_yticks(range(len(ordered)), [p.policy for p in ordered], fontsize=9)
     axis.set_xlabel("time since the start of the iteration (ms)")
@@ -178,6 +198,28 @@ def _plain_numbers(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+@contextmanager
+def _inks(theme: Theme) -> Iterator[None]:
+    """matplotlib draws in the colours of a theme while this lasts."""
+    try:
+        from matplotlib import rc_context
+    except ImportError:
+        raise MissingExtra("drawing a picture", "view") from None
+    paper, text, line, grid = INKS[theme]
+    papers = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper)
+    texts = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), text)
+    colors: dict[Any, str] = {**papers, **texts, "lines.color": line, "grid.color": grid}
+    with rc_context(colors):
+        yield
+
+
+def _ink(name: str) -> Any:
+    from matplotlib import rcParams
+
+    settings: Any = rcParams
+    return settings[name]
+
+
 def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -198,9 +240,9 @@ def _legend(figure: Any, used: set[str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=look.color, label=look.label) for key, look in LOOKS.items() if key in used]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8.5)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=10)
 
 
 def _save(figure: Any, path: str | Path) -> None:
     with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", facecolor="white")
+        figure.savefig(temporary, format="png")

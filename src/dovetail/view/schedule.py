@@ -1,4 +1,4 @@
-"""What a cluster study says: tables for the terminal, and load curves as a picture."""
+"""The results of a cluster study: tables for the terminal, and load curves as a picture."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from .png import _clean, _figure, _save
 from .tables import _table
 
 if TYPE_CHECKING:
-    from dovetail.simulate.cluster.capacity import Capacity
-    from dovetail.simulate.cluster.report import Report, Spread
-    from dovetail.simulate.cluster.study import Cell
+    from dovetail.simulate.cluster.report import ClusterReport, Spread
+    from dovetail.simulate.cluster.study import Capacity, StudyCell
 
 NOTHING = 0.01
 """Differences below one per cent are called none."""
 
 
 def span(seconds: float) -> str:
-    """A time as people plan with: "4.50 s", "12.3 min", "3.20 h", "11.0 d"."""
+    """A time in the unit that suits it: "4.50 s", "12.3 min", "3.20 h", "11.0 d"."""
     for factor, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * factor:
             return f"{units.seconds(seconds / factor).removesuffix(' s')} {unit}"
@@ -37,8 +36,8 @@ def _with_spread(s: Spread, text: str) -> str:
     return f"{text} ±{(s.high - s.low) / 2 / s.mean:.0%}" if wide and s.mean else text
 
 
-def outcomes(cells: Sequence[Cell]) -> RenderableType:
-    """One row per policy: what everybody gets. The spread over samples follows where it is above one per cent."""
+def outcomes(cells: Sequence[StudyCell]) -> RenderableType:
+    """One row per policy: times over all jobs. The spread over samples follows where it is above one per cent."""
     table = _table("policy", ">makespan", ">mean", ">median", ">p99", ">queueing", ">busy")
     table.columns[0].no_wrap = True
     for cell in cells:
@@ -59,7 +58,7 @@ def _against(value: float, base: float) -> str:
     return f"{value / base - 1:+.0%}".replace("+0%", "0%").replace("-0%", "0%") if base else ""
 
 
-def _means(cell: Cell) -> dict[str, float]:
+def _means(cell: StudyCell) -> dict[str, float]:
     """Mean completion by size, over all samples that have jobs of that size."""
     found: dict[str, list[float]] = {}
     for r in cell.reports:
@@ -68,8 +67,8 @@ def _means(cell: Cell) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def by_size(cells: Sequence[Cell], baseline: Cell) -> RenderableType:
-    """Who gains: makespan, and mean completion by the number of workers, against the baseline."""
+def by_size(cells: Sequence[StudyCell], baseline: StudyCell) -> RenderableType:
+    """Makespan, mean completion by the number of workers, and fairness, against the baseline."""
     base = baseline.reports[0]
     table = _table(f"against {baseline.contender.name}", ">makespan", *(f">{g.name}" for g in base.groups))
     table.columns[0].no_wrap = True
@@ -92,15 +91,15 @@ def by_size(cells: Sequence[Cell], baseline: Cell) -> RenderableType:
     return Lines(table, note, Text(), fair)
 
 
-def limits(r: Report) -> str:
-    """What no schedule beats, in one line."""
+def limits(r: ClusterReport) -> str:
+    """The lower bounds, in one line."""
     b = r.bound
     which = "the work on all devices" if b.area >= b.critical_path else "one job's own iterations"
     return f"no schedule ends before {span(b.makespan)} ({which}) or has a mean completion below {span(b.completion)}"
 
 
-def verdict(cell: Cell, baseline: Cell) -> str:
-    """In words what a policy gives against the baseline, and where it gives nothing."""
+def verdict(cell: StudyCell, baseline: StudyCell) -> str:
+    """What a policy gains over the baseline, in words, and which sizes of jobs gain nothing."""
     mine, base = _means(cell), _means(baseline)
     makespan = cell.figure(lambda r: r.makespan).mean / baseline.figure(lambda r: r.makespan).mean - 1
     parts = [_phrase("mean completion", mine["all"] / base["all"] - 1), _phrase("makespan", makespan)]
@@ -117,7 +116,7 @@ def _phrase(what: str, change: float) -> str:
     return f"{what} {abs(change):.0%} {'shorter' if change < 0 else 'longer'}"
 
 
-def sweep(cells: Sequence[Cell]) -> RenderableType:
+def sweep(cells: Sequence[StudyCell]) -> RenderableType:
     """Mean completion and queue growth over load: a row per load, a column per policy; "…" where the queue grows."""
     names = list(dict.fromkeys(c.contender.name for c in cells))
     table = _table(">load", *(f">{n}" for n in names))
@@ -142,7 +141,7 @@ def capacities(found: Sequence[tuple[str, Sequence[Capacity]]]) -> RenderableTyp
     return Lines(table, Text(note, style="dim"))
 
 
-def curves_png(cells: Sequence[Cell], path: str | Path, *, title: str = "") -> None:
+def curves_png(cells: Sequence[StudyCell], path: str | Path, *, title: str = "") -> None:
     """Load curves: slowdown of the mean job and share of device time used, by policy; spread over samples as bars."""
     names = list(dict.fromkeys(c.contender.name for c in cells))
     figure = _figure(10.0, 4.2)

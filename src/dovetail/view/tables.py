@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.core.network import Collective, Network, Sample
+from dovetail.core.network import Collective, Network, CostSample
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Layer, Profile
 from dovetail.core.timeline import Comparison, Timeline
@@ -132,7 +132,7 @@ def buckets(p: Plan) -> RenderableType:
 
 def hidden(timeline: Timeline) -> RenderableType:
     """Every communication in order of time: what of it nothing hides, and behind which layers the rest goes on."""
-    from dovetail.simulate.overlap import hidden as found
+    from dovetail.simulate.iteration import hidden as found
 
     table = _table("communication", ">size", ">takes", ">exposed", "behind")
     rows = found(timeline)
@@ -213,7 +213,7 @@ def _layer_cells(layers: Sequence[Layer], batch: int, total: float) -> list[str]
     return [units.seconds(forward), units.seconds(backward), share, units.size(sum(x.parameter_bytes for x in layers))]
 
 
-def _spread(samples: Sequence[Sample], most: int) -> list[Sample]:
+def _spread(samples: Sequence[CostSample], most: int) -> list[CostSample]:
     """At most so many, evenly spaced, the first and the last among them."""
     if len(samples) <= most:
         return list(samples)

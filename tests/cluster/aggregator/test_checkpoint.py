@@ -1,4 +1,4 @@
-"""Checkpoints and losses on disk: whole or not there, readable by anybody, and never ahead of each other."""
+"""Checkpoints and losses on disk: complete or absent, readable with plain torch, and never ahead of each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dovetail.cluster.aggregator import checkpoint
-from dovetail.cluster.aggregator.checkpoint import Damaged, Losses, Writer
-from dovetail.cluster.aggregator.startup import newest
+from dovetail.cluster.aggregator.checkpoint import Damaged, Losses, Writer, newest
 from dovetail.core.errors import Error
 
 
@@ -20,7 +19,7 @@ def state(iteration: int) -> dict[str, Any]:
     return {"iteration": iteration, "model": {"w": torch.full((3,), float(iteration))}, "optimizer": {"state": {}}}
 
 
-def test_the_newest_two_are_kept_and_what_is_torn_or_foreign_is_passed_over(tmp_path: Path) -> None:
+def test_the_newest_two_are_kept_and_torn_or_foreign_files_are_skipped(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
     for iteration in (5, 10, 15):
         checkpoint.write(tmp_path, iteration, state(iteration))
@@ -42,7 +41,7 @@ def test_the_newest_two_are_kept_and_what_is_torn_or_foreign_is_passed_over(tmp_
     assert sorted(p.name for p in folder.iterdir()) == ["00000010.pt", "00000015.pt", "00000020.pt", "notes.pt"]
 
 
-def test_one_that_cannot_be_written_leaves_nothing_and_is_an_error_at_the_end(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_no_file_and_is_an_error_at_the_end(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     writer.begin(3, {**state(3), "odd": lambda: 1})
     with pytest.raises(Error, match="checkpoint: "):
@@ -78,7 +77,7 @@ def test_losses_are_cut_to_the_checkpoint_and_written_again_with_the_same_bytes(
     assert Losses(tmp_path, 99).last == values[-1] and path.read_bytes() == whole
 
 
-def test_a_full_disk_stops_neither_training_nor_loses_a_line(tmp_path: Path) -> None:
+def test_a_full_disk_neither_stops_training_nor_loses_a_line(tmp_path: Path) -> None:
     losses = Losses(tmp_path, 0)
     losses.add(0, 1.0)
     room, losses._handle = losses._handle, os.open("/dev/full", os.O_WRONLY)

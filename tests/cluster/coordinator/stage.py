@@ -1,38 +1,41 @@
-"""A coordinator with a real store and real connections, whose executors and aggregators are acted in the same loop."""
+"""A coordinator with a real store and real connections; its executors and aggregators are acted in the same loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail.cluster.coordinator import decide, peers, strikes, watchdog
+from dovetail.cluster.coordinator import coordinator, decide, executor_state, peers, strikes, watchdog
 from dovetail.cluster.coordinator.coordinator import Coordinator
-from dovetail.cluster.coordinator.events import Hearing
-from dovetail.cluster.coordinator.job_state import Live
+from dovetail.cluster.coordinator.events import PeerEvents
+from dovetail.cluster.coordinator.job_state import ActiveJob
 from dovetail.cluster.coordinator.job_store import Store
-from dovetail.cluster.engines.base import Device, Exit, Role
+from dovetail.cluster.engines.base import ClusterDevice, Exit, Role
 from dovetail.cluster.home import Home, Settings
 from dovetail.cluster.job.submission import Submission
 from dovetail.cluster.transport import messages as m
 from dovetail.cluster.transport import wire
 
+HANG = 300.0
+"""Seconds after which something that is waited for will not happen any more."""
+
 
 class Actor:
-    """One process that is none: connected to the coordinator, and again after that was restarted."""
+    """Stands for a process: connects to the coordinator, and again after that was restarted."""
 
     def __init__(self, engine: ActedEngine, key: str, settings: dict[str, Any]) -> None:
         self.engine, self.key, self.settings = engine, key, settings
         self.heard: list[m.Message] = []
         self.writer: asyncio.StreamWriter | None = None
         self.connections = 0
-        self.leaves = False  # with its connection
-        self.pause = 0.01  # seconds before it tries to come back
+        self.leaves = False  # whether it ends with its connection
+        self.pause = 0.01  # seconds before it connects again
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
@@ -64,7 +67,7 @@ class Actor:
     def obey(self, message: m.Message) -> None: ...
 
     def die(self, code: int) -> None:
-        """Ends, and the engine hears of it."""
+        """Ends with an exit code, which the engine reports."""
         self.end()
         self.engine.ended.put_nowait(Exit(key=self.key, code=code))
 
@@ -76,35 +79,42 @@ class Actor:
     def said_key(self) -> str:
         return self.engine.key or Path(self.settings["key_file"]).read_text()
 
-    def told(self, kind: type[m.Message]) -> list[Any]:
+    def received(self, kind: type[m.Message]) -> list[Any]:
         return [x for x in self.heard if isinstance(x, kind)]
 
 
 class Executor(Actor):
-    """Remembers what it has been granted."""
+    """Remembers its leases and ranks."""
 
-    granted: dict[str, m.Grant]
+    leases: dict[str, m.GrantLease]
     ranks: dict[str, m.StartRank]
     kept: list[m.Message]
 
     def first(self) -> list[m.Message]:
-        if not hasattr(self, "granted"):
-            self.granted, self.ranks, self.kept = {}, {}, []
-        residents = tuple((x.job, x.epoch) for x in (*self.granted.values(), *self.ranks.values()))
+        if not hasattr(self, "leases"):
+            self.leases, self.ranks, self.kept = {}, {}, []
+        served: list[m.GrantLease | m.StartRank] = [*self.leases.values(), *self.ranks.values()]
         d = self.settings["device"]
         return [
-            m.Hello(key=self.said_key, role="executor", pid=1, device=d, node="n", residents=residents),
+            m.Hello(
+                key=self.said_key,
+                role="executor",
+                pid=1,
+                device=d,
+                node="n",
+                leases=tuple((x.job, x.attempt) for x in served),
+            ),
             *self.kept,
-            m.Beat(),
+            m.Heartbeat(),
         ]
 
     def obey(self, message: m.Message) -> None:
-        if isinstance(message, m.Grant):
-            self.granted[message.job] = message
+        if isinstance(message, m.GrantLease):
+            self.leases[message.job] = message
         elif isinstance(message, m.StartRank):
             self.ranks[message.job] = message
-        elif isinstance(message, m.Revoke):
-            self.granted.pop(message.job, None)
+        elif isinstance(message, m.RevokeLease):
+            self.leases.pop(message.job, None)
             self.ranks.pop(message.job, None)
             self.kept = [x for x in self.kept if getattr(x, "job", "") != message.job]
         elif isinstance(message, m.Shutdown):
@@ -115,7 +125,7 @@ class Executor(Actor):
 
     def rank_ends(self, job: int, code: int, tail: str = "") -> None:
         rank = self.ranks.pop(str(job))
-        message = m.RankEnded(job=rank.job, epoch=rank.epoch, worker=rank.worker, code=code, tail=tail)
+        message = m.RankEnded(job=rank.job, attempt=rank.attempt, worker=rank.worker, code=code, tail=tail)
         self.kept.append(message)
         with contextlib.suppress(OSError):
             self.say(message)
@@ -125,27 +135,27 @@ class Aggregator(Actor):
     """Describes its job as the engine's script says, then does what the test says."""
 
     def first(self) -> list[m.Message]:
-        job, epoch = self.settings["job"], self.settings["epoch"]
+        job, attempt = self.settings["job"], self.settings["attempt"]
         hello = m.Hello(
-            key=self.said_key, role="aggregator", pid=1, node="n", job=job, epoch=epoch, address=("127.0.0.1", 9)
+            key=self.said_key, role="aggregator", pid=1, node="n", job=job, attempt=attempt, address=("127.0.0.1", 9)
         )
-        return [hello, self.engine.describe(int(job), epoch)] if job.isdigit() else [hello]
+        return [hello, self.engine.describe(int(job), attempt)] if job.isdigit() else [hello]
 
     def obey(self, message: m.Message) -> None:
-        if isinstance(message, m.Stop):
+        if isinstance(message, m.StopJob):
             self.die(0)
 
     def progress(self, iteration: int, checkpoint: int = 0, **fields: Any) -> None:
-        job, epoch = self.settings["job"], self.settings["epoch"]
-        self.say(m.Progress(job=job, epoch=epoch, iteration=iteration, loss=1.0, checkpoint=checkpoint, **fields))
+        job, attempt = self.settings["job"], self.settings["attempt"]
+        self.say(m.Progress(job=job, attempt=attempt, iteration=iteration, loss=1.0, checkpoint=checkpoint, **fields))
 
     def finish(self) -> None:
         self.leaves = True
-        self.say(m.Finished(job=self.settings["job"], epoch=self.settings["epoch"], iteration=10, loss=0.5))
+        self.say(m.Finished(job=self.settings["job"], attempt=self.settings["attempt"], iteration=10, loss=0.5))
 
     def fail(self, reason: str, *, fatal: bool = False) -> None:
         self.leaves = True
-        self.say(m.Failed(job=self.settings["job"], epoch=self.settings["epoch"], reason=reason, fatal=fatal))
+        self.say(m.Failed(job=self.settings["job"], attempt=self.settings["attempt"], reason=reason, fatal=fatal))
 
 
 class ActedEngine:
@@ -154,7 +164,7 @@ class ActedEngine:
     name = "acted"
 
     def __init__(self, devices: int, *, nodes: int = 1) -> None:
-        self._devices = [Device(i, f"n{i * nodes // devices}", "emulated", 2**34) for i in range(devices)]
+        self._devices = [ClusterDevice(i, f"n{i * nodes // devices}", "emulated", 2**34) for i in range(devices)]
         self.actors: dict[str, Actor] = {}
         self.ended: asyncio.Queue[Exit] = asyncio.Queue()
         self.started: list[str] = []
@@ -163,13 +173,13 @@ class ActedEngine:
         self.key = ""
         self.stopped = False
 
-    def describe(self, job: int, epoch: int) -> m.Described:
-        return m.Described(job=str(job), epoch=epoch, workers=self.workers.get(job, 1), iterations=10, forward=0.1)
+    def describe(self, job: int, attempt: int) -> m.Described:
+        return m.Described(job=str(job), attempt=attempt, workers=self.workers.get(job, 1), iterations=10, forward=0.1)
 
     async def open(self) -> dict[str, int]:
         return dict.fromkeys(self.actors, 1)
 
-    async def devices(self) -> list[Device]:
+    async def devices(self) -> list[ClusterDevice]:
         return self._devices
 
     async def start(self, key: str, role: Role, settings: dict[str, Any], *, node: str = "") -> None:
@@ -205,7 +215,7 @@ class Stage:
         self.store = Store(self.home.database)
         self.c = c = Coordinator(self.home, self.settings, self.store, self.engine, ("127.0.0.1", self.port))
         await c.open()
-        self.server = await peers.serve(sock, self.home.key(), Hearing(c))
+        self.server = await peers.serve(sock, self.home.key(), PeerEvents(c))
         self.tasks = [
             asyncio.create_task(work) for work in (self._exits(), decide.decide_forever(c), watchdog.watch_forever(c))
         ]
@@ -217,20 +227,20 @@ class Stage:
                 self.c.exited(end)
 
     async def kill(self) -> None:
-        """The coordinator is gone, without a word; everybody else lives."""
+        """Ends the coordinator as SIGKILL would; all other processes live."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         self.server.close()
         for e in self.c.executors.values():
-            if e.link is not None:
-                e.link.close()
-        for link in self.c.links.values():
-            link.close()
+            if e.peer is not None:
+                e.peer.close()
+        for peer in self.c.peers.values():
+            peer.close()
         self.store.close()
         await asyncio.sleep(0)
 
-    async def until(self, true: Callable[[], Any], timeout: float = 10.0) -> None:
+    async def until(self, true: Callable[[], Any], timeout: float = HANG) -> None:
         limit = asyncio.get_running_loop().time() + timeout
         while not true():
             for task in self.tasks:
@@ -244,7 +254,7 @@ class Stage:
         self.engine.workers[job] = workers
         return job
 
-    def live(self, job: int) -> Live:
+    def live(self, job: int) -> ActiveJob:
         return self.c.jobs[job]
 
     def state(self, job: int) -> str:
@@ -261,7 +271,7 @@ class Stage:
         return found
 
     async def running(self, job: int) -> None:
-        """Until its devices serve it."""
+        """Waits until its devices serve it."""
         await self.until(
             lambda: (
                 job in self.c.jobs
@@ -273,8 +283,25 @@ class Stage:
 
     def _serves(self, device: int, job: int) -> bool:
         actor = self.engine.actors.get(f"executor {device}")
-        grant = actor.granted.get(str(job)) if isinstance(actor, Executor) and hasattr(actor, "granted") else None
-        return grant is not None and grant.epoch == self.live(job).epoch
+        grant = actor.leases.get(str(job)) if isinstance(actor, Executor) and hasattr(actor, "leases") else None
+        return grant is not None and grant.attempt == self.live(job).attempt
+
+
+@contextlib.contextmanager
+def patience(lost_limit: float = HANG) -> Iterator[None]:
+    """Short pauses after strikes; and a process may be silent or lost for as long as a hang.
+
+    So a loaded machine does not reach the product's limits; `lost_limit` is for scenes that wait for it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strikes, "FIRST_PAUSE", 0.01)
+        patch.setattr(executor_state, "LOST_LIMIT", lost_limit)
+        for module, name in (
+            (executor_state, "HELLO_LIMIT"), (executor_state, "HEARTBEAT_LIMIT"), (executor_state, "UNWANTED_LIMIT"),
+            (coordinator, "FLUSH_LIMIT"), (coordinator, "STOP_LIMIT"),
+        ):  # fmt: skip
+            patch.setattr(module, name, HANG)
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -295,13 +322,12 @@ async def stage(path: Path, *, devices: int = 2, nodes: int = 1, policy: str = "
         await asyncio.sleep(0.02)  # connections close
 
 
-def play(path: Path, scene: Callable[[Stage], Awaitable[None]], **options: Any) -> None:
-    """A scene from its beginning to its end, within half a minute. Pauses are as in life, only shorter."""
+def play(path: Path, scene: Callable[[Stage], Awaitable[None]], *, lost_limit: float = HANG, **options: Any) -> None:
+    """Plays a scene from its beginning to its end."""
 
     async def whole() -> None:
         async with stage(path, **options) as s:
-            await asyncio.wait_for(scene(s), 30.0)
+            await asyncio.wait_for(scene(s), 2 * HANG)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strikes, "FIRST_PAUSE", 0.01)
+    with patience(lost_limit):
         asyncio.run(whole())

@@ -7,21 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.cluster.coordinator.job_store import ENDED, NEXT, STATES, State, Store, WrongMove
+from dovetail.cluster.coordinator.job_store import ENDED, NEXT, STATES, InvalidTransition, State, Store
 from dovetail.cluster.job.submission import Options, Submission
+from dovetail.cluster.transport.messages import Described
 from dovetail.core.errors import Error
 
 WRITERS = """
-import os, pathlib, random, signal, sys, time
+import mmap, os, pathlib, random, signal, sys, time
 from dovetail.cluster.coordinator.job_store import Store
 from dovetail.cluster.job.submission import Submission
 
+lines = mmap.mmap(-1, 1)  # shared with the writers: how many lines the present one has written, 255 at most
+
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+    lines[0] = min(lines[0] + 1, 255)
 
 def write(turn):
     store, n = Store(pathlib.Path(sys.argv[1])), 0
@@ -29,7 +34,7 @@ def write(turn):
         n += 1
         job = store.submit(Submission(text=f"# {turn} {n}", request=f"r-{turn}-{n}")).id
         tell("job", job, n)
-        store.move(job, "preparing", epoch=1)
+        store.move(job, "preparing", attempt=1)
         store.lease(job, (0, n % 7))
         tell("running", job, n % 7)
         if n % 3 == 0:
@@ -37,18 +42,14 @@ def write(turn):
             tell("failed", job, 0)
 
 spread = random.Random(7)
-began = time.monotonic()
-store = Store(pathlib.Path(sys.argv[1]))
-first = store.submit(Submission(text="#", request="first")).id
-store.move(first, "preparing", epoch=1)
-store.lease(first, (0, 1))
-store.close()
-longest = 2 * max(0.03, time.monotonic() - began)  # disks differ: some writers are to get as far as "running"
 for turn in range(40):
+    lines[0] = 0
     pid = os.fork()
     if pid == 0:
         write(turn)
-    time.sleep(spread.uniform(0.0, longest))
+    while lines[0] < turn % 5:  # some are killed early, all others when they have got somewhere
+        time.sleep(0.001)
+    time.sleep(spread.uniform(0.0, 0.03))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 """
@@ -59,21 +60,21 @@ def submitted(store: Store, **fields: object) -> int:
 
 
 def test_a_killed_writer_loses_nothing_it_has_acknowledged(tmp_path: Path) -> None:
-    """Writers tell of every commit after it returned; each is killed at a random moment, and the next goes on."""
+    """Writers print every commit after it returned; each is killed at a random moment, and the next one continues."""
     path = tmp_path / "cluster.db"
     Store(path).close()
-    said = subprocess.run(
-        [sys.executable, "-c", WRITERS, str(path)], stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    printed = subprocess.run(
+        [sys.executable, "-c", WRITERS, str(path)], stdout=subprocess.PIPE, text=True, timeout=600, check=True
     ).stdout
     acknowledged: dict[int, tuple[str, str]] = {}
-    for line in said.splitlines():
-        what, job, detail = line.split()
-        acknowledged[int(job)] = (what, detail)
+    for line in printed.splitlines():
+        what, number, detail = line.split()
+        acknowledged[int(number)] = (what, detail)
     assert {what for what, _ in acknowledged.values()} >= {"job", "running"}, "killed at different moments"
     store = Store(path)
     leases = {lease.job: lease for lease in store.leases(limit=10**6)}
     for job, (what, detail) in acknowledged.items():
-        row = store.job(job)  # the one that was being written may have got further than it could tell
+        row = store.job(job)  # the last commit may have come too late to be printed
         if what == "job":
             assert store.submission(job).text.endswith(f" {detail}")
         elif what == "running":
@@ -94,16 +95,16 @@ def test_a_state_only_follows_one_that_allows_it(wishes: list[State]) -> None:
             store.move(job, wish) if wish != "running" else store.lease(job, (0,))
             present = wish
         else:
-            with pytest.raises(WrongMove, match=f"is {present}, cannot become {wish}"):
+            with pytest.raises(InvalidTransition, match=f"is {present}, cannot become {wish}"):
                 store.move(job, wish)
         row = store.job(job)
         assert row.state == present
         assert (row.ended is not None) == (present in ENDED)
-        assert bool(store.leases(open_only=True)) == (present == "running")  # only a running job holds devices
+        assert bool(store.leases(open_only=True)) == (present == "running")  # only a running job has a lease
     store.close()
 
 
-def test_nothing_follows_an_end_and_everything_can_be_cancelled() -> None:
+def test_no_state_follows_an_end_and_every_other_can_be_cancelled() -> None:
     for state in STATES:
         assert not NEXT[state] if state in ENDED else "cancelled" in NEXT[state]
 
@@ -112,7 +113,7 @@ def test_the_same_request_twice_is_one_job(tmp_path: Path) -> None:
     store = Store(tmp_path / "cluster.db")
     first, second = submitted(store, request="a-1"), submitted(store, request="a-1")
     assert first == second
-    assert submitted(store) != submitted(store)  # who names no request gets a job each time
+    assert submitted(store) != submitted(store)  # without a request, each submission is a job
     store.close()
 
 
@@ -157,6 +158,24 @@ def test_pages_of_jobs_are_newest_first(tmp_path: Path) -> None:
     assert [r.id for r in store.jobs(limit=2, before=jobs[3])] == [jobs[2], jobs[1]]
     assert [r.id for r in store.jobs(("cancelled",))] == [jobs[1]]
     assert store.counts() == {"queued": 4, "cancelled": 1}
+    store.close()
+
+
+def test_a_store_of_version_1_opens_and_keeps_its_jobs(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.db"
+    store = Store(path)
+    job = submitted(store)
+    store.close()
+    with sqlite3.connect(path) as old:  # by the names that the file has had from the beginning
+        described = '{"type":"Described","job":"1","epoch":3,"workers":2,"iterations":10}'
+        old.execute("UPDATE jobs SET epoch = 3, described = ?", (described,))
+        assert old.execute("PRAGMA user_version").fetchone() == (1,)
+    old.close()
+    store = Store(path)
+    assert store.job(job).attempt == 3
+    assert msgspec.json.decode(store.job(job).described, type=Described).attempt == 3
+    store.move(job, "preparing", attempt=4)
+    assert store.job(job).attempt == 4
     store.close()
 
 

@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.cluster.coordinator import strikes
-from dovetail.cluster.coordinator.strikes import CLEAN, LIMIT, LONGEST_PAUSE, MOST_TRIES, Record, Strike
+from dovetail.cluster.coordinator.strikes import CLEAN, LIMIT, LONGEST_PAUSE, MOST_TRIES, Strike, StrikeRecord
 
 iterations = st.integers(0, 1000)
 weights = st.sampled_from((0.5, 1.0))
 
 
-def play(events: list[Strike]) -> tuple[Record, int]:
+def play(events: list[Strike]) -> tuple[StrikeRecord, int]:
     """The record after the last strike that was let pass, and how many there were until the verdict."""
     record = CLEAN
     for count, strike in enumerate(events, 1):
-        record = strikes.struck(record, strike)
+        record = strikes.with_strike(record, strike)
         if strikes.verdict(record):
             return record, count
     return record, len(events)
@@ -48,7 +48,7 @@ def test_a_verdict_needs_the_full_weight_and_nothing_counts_twice(events: list[t
     record = CLEAN
     for tries, (at, weight) in enumerate(events, 1):
         before = record
-        record = strikes.struck(record, Strike(at, "x", weight))
+        record = strikes.with_strike(record, Strike(at, "x", weight))
         assert record.tries == tries
         assert record.weight <= before.weight + weight
         assert bool(strikes.verdict(record)) == (record.weight >= LIMIT or tries >= MOST_TRIES)
@@ -60,7 +60,7 @@ def test_a_verdict_needs_the_full_weight_and_nothing_counts_twice(events: list[t
 def test_pauses_grow_while_a_job_gets_nowhere(places: list[int]) -> None:
     record, last = CLEAN, 0.0
     for at in sorted(places, reverse=True):
-        record = strikes.struck(record, Strike(at, "x"))
+        record = strikes.with_strike(record, Strike(at, "x"))
         assert strikes.pause(record) >= last
         last = strikes.pause(record)
 

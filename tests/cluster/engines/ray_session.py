@@ -20,13 +20,14 @@ from dovetail.cluster.client import Client
 from dovetail.cluster.home import Home
 from tests.cluster.trial import trial
 
-NODE = {
+NODE: dict[str, Any] = {
     "num_cpus": 1,
     "include_dashboard": False,
     "object_store_memory": 80 * 2**20,
     "resources": {"dovetail_device": 1},
 }
-LIMIT = 60.0
+LIMIT = 400.0
+"""Seconds after which something that is waited for will not happen any more."""
 
 
 def until(what: str, true: Callable[[], Any]) -> Any:
@@ -54,15 +55,15 @@ def session(folder: Path) -> dict[str, Any]:
         try:
             return {"up": time.monotonic() - began, **scenario(home, ray, far)}
         finally:
-            up_down.down(home.path, grace=1.0)
+            up_down.down(home.path, grace=1.0, timeout=LIMIT)
     finally:
-        ray.shutdown()
+        ray.shutdown()  # type: ignore[no-untyped-call]
 
 
 def scenario(home: Home, ray: Any, far: Any) -> dict[str, Any]:
-    client = Client(home.path)
-    told = client.status()
-    saw: dict[str, Any] = {"engine": told["engine"], "nodes": [d["node"] for d in told["devices"]]}
+    client = Client(home.path, timeout=LIMIT)
+    status = client.status()
+    saw: dict[str, Any] = {"engine": status["engine"], "nodes": [d["node"] for d in status["devices"]]}
 
     def running(job: int) -> bool:
         return int(trial.ask(client, "job", job)["iteration"]) >= 3
@@ -73,7 +74,7 @@ def scenario(home: Home, ray: Any, far: Any) -> dict[str, Any]:
     saw["devices"] = sorted({t.device for t in _tasks(home, first)})
     saw["curve"] = trial.curve(home, first).decode()
 
-    # The coordinator dies: processes stay, and a new one finds them by name.
+    # The coordinator is killed: the other processes stay, and a new one finds them by name.
     second = trial.submit(client, trial.CHAOS_JOB, name="again", steps=30, workers=2, spb="ladder")
     until("the second job runs", lambda: running(second))
     address = home.address()
@@ -84,7 +85,7 @@ def scenario(home: Home, ray: Any, far: Any) -> dict[str, Any]:
     saw["second"], saw["starts"] = ended["state"], ended["epoch"]
     saw["same"] = trial.curve(home, second).decode() == saw["curve"]
 
-    # A machine is lost in the middle of a job, which goes on with what is left.
+    # A machine is lost in the middle of a job, which continues on the other one.
     third = trial.submit(client, trial.CHAOS_JOB, name="lost", steps=60, workers=2, spb="ladder")
     until("the third job runs", lambda: running(third))
     ray.remove_node(far, allow_graceful=False)
@@ -94,9 +95,9 @@ def scenario(home: Home, ray: Any, far: Any) -> dict[str, Any]:
 
 
 def _tasks(home: Home, job: int) -> list[Any]:
-    from dovetail.cluster.executor.recorder import ran
+    from dovetail.cluster.executor.recorder import recorded_tasks
 
-    return [t for t in ran(home.path) if t.job == str(job)]
+    return [t for t in recorded_tasks(home.path) if t.job == str(job)]
 
 
 if __name__ == "__main__":

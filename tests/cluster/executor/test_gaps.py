@@ -1,4 +1,4 @@
-"""Foreground and background on one device: the algebra of the promise with a clock of its own, and real executors."""
+"""Foreground and background jobs on one device: the promise with a clock of the test's own, and real executors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from dovetail.cluster.executor.gaps import (
     SHRINK,
     TOLERANCE,
     WINDOW,
-    Filled,
+    LastBackgroundTask,
     Promise,
 )
-from dovetail.cluster.executor.residents import Live
+from dovetail.cluster.executor.tenant import Tenant
 from dovetail.cluster.transport import messages as m
-from dovetail.core.job import Job, Phase
+from dovetail.core.job import Job, JobPhase
 from dovetail.planning.sharing.dispatch import Resident, pick
-from tests.cluster.executor.acting import NODE, Acted, stage, wait
+from tests.cluster.executor.fakes import Behaviour
+from tests.cluster.executor.harness import NODE, harness, wait
 
 seconds = st.floats(0.0, 2.0, allow_nan=False)
 
@@ -50,12 +51,12 @@ def test_a_delay_doubles_the_margin_and_a_clean_gap_shrinks_it_within_limits(eve
             else:
                 assert promise.margin(now) == pytest.approx(MOST_MARGIN)
                 assert promise.paused_until > max(now, paused - 1e-9)
-                assert not promise.allows(now, 1e-9, float("inf")), "no filler for a while"
+                assert not promise.allows(now, 1e-9, float("inf")), "no background task for a while"
         assert LEAST_MARGIN <= promise.margin(now) <= MOST_MARGIN + 1e-9
 
 
-def test_gaps_in_which_no_filler_is_tried_any_more_are_tried_again_after_a_while() -> None:
-    """Two hiccups leave a margin under which nothing fits into the gaps, and so nobody would ever learn better."""
+def test_a_margin_that_stops_background_tasks_decays_so_that_they_are_tried_again() -> None:
+    """Two delays leave a margin under which no task fits into the gaps: without decay nothing would be learnt again."""
     promise = Promise(0.05, 0.0)
     for now in (1.0, 1.1):
         promise.delayed(now, 0.002)
@@ -68,19 +69,19 @@ def test_gaps_in_which_no_filler_is_tried_any_more_are_tried_again_after_a_while
 @given(
     bound=st.sampled_from([0.0, 0.02, 0.05, 0.2]),
     period=st.floats(0.02, 1.0),
-    filler=st.floats(0.001, 1.0),
+    background=st.floats(0.001, 1.0),
     errors=st.lists(st.floats(0.2, 5.0), min_size=20, max_size=60),
 )
-def test_however_wrong_predictions_are_the_delay_stays_within_the_bound_and_one_filler(
-    bound: float, period: float, filler: float, errors: list[float]
+def test_however_wrong_predictions_are_the_delay_stays_within_the_bound_plus_one_background_task(
+    bound: float, period: float, background: float, errors: list[float]
 ) -> None:
-    """A foreground job computes for half its period; fillers take their predicted seconds times an error."""
+    """A foreground job computes for half its period; background tasks take their predicted seconds times an error."""
     promise, now, delays = Promise(bound, 0.0), 0.0, []
     for error in errors:
         now += period / 2
         wanted = now + period / 2
-        while promise.allows(now, filler, wanted - now):
-            now += filler * error
+        while promise.allows(now, background, wanted - now):
+            now += background * error
             if now >= wanted:
                 break
         if now > wanted:
@@ -98,25 +99,25 @@ def test_however_wrong_predictions_are_the_delay_stays_within_the_bound_and_one_
     assert promise.delay <= bound * (now + WINDOW) + longest + 1e-6
 
 
-@given(period=st.floats(0.1, 1.0), share=st.floats(0.05, 0.9), filler=st.floats(0.001, 0.05))
-def test_where_predictions_hold_every_gap_is_filled_as_far_as_fillers_fit(
-    period: float, share: float, filler: float
+@given(period=st.floats(0.1, 1.0), share=st.floats(0.05, 0.9), background=st.floats(0.001, 0.05))
+def test_where_predictions_hold_every_gap_is_filled_as_far_as_background_tasks_fit(
+    period: float, share: float, background: float
 ) -> None:
     promise, now, filled, gap = Promise(0.05, 0.0), 0.0, 0.0, period * share
     for _ in range(50):
         now += period - gap
         wanted = now + gap
-        while promise.allows(now, filler, wanted - now):
-            now, filled = now + filler, filled + filler
+        while promise.allows(now, background, wanted - now):
+            now, filled = now + background, filled + background
         assert now <= wanted
         now = wanted
     assert promise.delay == 0 and promise.margin(now) == LEAST_MARGIN
-    assert filled >= 50 * (gap - filler * LEAST_MARGIN) - 1e-6
+    assert filled >= 50 * (gap - background * LEAST_MARGIN) - 1e-6
 
 
-def test_a_delay_is_what_a_filler_took_of_the_time_in_which_the_job_had_tasks_to_give() -> None:
-    filled = Filled(start=10.0, stop=12.0, count=1)
-    assert filled.overlap(11.0, 15.0) == 1.0 and filled.overlap(12.5, 13.0) == 0.0 and filled.overlap(9.0, 9.5) == 0.0
+def test_a_delay_is_the_part_of_a_background_task_during_which_the_job_had_ready_tasks() -> None:
+    last = LastBackgroundTask(start=10.0, stop=12.0, count=1)
+    assert last.overlap(11.0, 15.0) == 1.0 and last.overlap(12.5, 13.0) == 0.0 and last.overlap(9.0, 9.5) == 0.0
 
 
 # -- the same decisions as in the simulator --
@@ -128,14 +129,14 @@ def released(iteration: int, seconds: tuple[float, ...], *, at: float) -> list[m
     return [m.Offered(iteration=iteration, tasks=tuple(tasks)), m.Released(iteration=iteration, at=at)]
 
 
-def grant(job: int, *, background: bool = False, foreground: bool = False) -> m.Grant:
-    return m.Grant(
+def lease(job: int, *, background: bool = False, foreground: bool = False) -> m.GrantLease:
+    return m.GrantLease(
         job=str(job),
-        epoch=1,
+        attempt=1,
         aggregator=("", 0),
         node=NODE,
         folder="",
-        rank=(background, float(job), 0.0, job),
+        priority=(background, float(job), 0.0, job),
         foreground=foreground,
     )
 
@@ -149,49 +150,49 @@ def grant(job: int, *, background: bool = False, foreground: bool = False) -> m.
     ),
     moves=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["release", "take", "end"])), max_size=40),
 )
-def test_a_live_job_is_picked_just_as_the_simulators_resident_is(
+def test_a_tenant_is_picked_just_as_the_simulators_resident_is(
     jobs: list[tuple[list[float], float, bool]], moves: list[tuple[int, str]]
 ) -> None:
-    """The same story told by calls to Resident and by an aggregator's messages to Live: the same picks."""
+    """The same events, as calls to Resident and as an aggregator's messages to Tenant, give the same picks."""
     pairs = []
     for i, (tasks, off_device, background) in enumerate(sorted(jobs, key=lambda j: j[2])):
         longest = max(tasks)
-        phase = Phase(iterations=9, workers=len(tasks), depths=tuple(sorted(t / longest for t in tasks)))
+        phase = JobPhase(iterations=9, workers=len(tasks), depths=tuple(sorted(t / longest for t in tasks)))
         shape = Job(name="j", phases=(phase,), backward=longest, off_device=off_device).shape()
         plain = Resident(i, shape, (0,), (background, float(i), 0.0, i))
-        live = Live(grant(i, background=background), 0, Filled(), node=NODE)
-        live.hear(m.Welcome(memory="x"), 0.0)
-        live._off_device = off_device
+        tenant = Tenant(lease(i, background=background), 0, LastBackgroundTask(), node=NODE)
+        tenant.hear(m.Welcome(memory="x"), 0.0)
+        tenant._off_device = off_device
         plain.next_release = float("inf")
-        pairs.append((plain, live))
+        pairs.append((plain, tenant))
     now, iteration, running = 100.0, [0] * len(pairs), [list[float]() for _ in pairs]
     for which, move in moves:
         which %= len(pairs)
-        plain, live = pairs[which]
-        tasks = plain.shape.tasks[0]
+        plain, tenant = pairs[which]
+        seconds = plain.shape.tasks[0]
         now += 0.25
         if move == "release" and not plain.left:
             plain.release()
-            for message in released(iteration[which], tasks, at=now):
-                live.hear(message, now)
+            for message in released(iteration[which], seconds, at=now):
+                tenant.hear(message, now)
         elif move == "take" and plain.ready:
             worker = plain.take(0)
-            plain.eta = max(plain.eta, now + tasks[worker])
-            running[which].append(now + tasks[worker])
+            plain.eta = max(plain.eta, now + seconds[worker])
+            running[which].append(now + seconds[worker])
             until = max(running[which])
-            live.hear(m.Taken(iteration=iteration[which], workers=(worker,), until=until, at=now), now)
+            tenant.hear(m.Taken(iteration=iteration[which], workers=(worker,), until=until, at=now), now)
         elif move == "end" and running[which]:
             running[which].pop()
             if plain.ended():
                 plain.next_release = now + plain.shape.off_device
-                live.hear(m.Barrier(iteration=iteration[which], until=plain.next_release, at=now), now)
+                tenant.hear(m.Barrier(iteration=iteration[which], until=plain.next_release, at=now), now)
                 iteration[which] += 1
             elif running[which]:
                 plain.eta = max(running[which])
-        ready = [plain.ready == live.ready for plain, live in pairs]
+        ready = [plain.ready == tenant.ready for plain, tenant in pairs]
         assert all(ready)
         late = [p.wanted(0) <= now and not p.ready for p, _ in pairs]
-        if any(late):  # the simulator's jobs are never late; a live one may be, and then fillers may start
+        if any(late):  # the simulator's jobs are never late; a tenant may be, and then background tasks may start
             continue
         for guard in ("off", "background", "all"):
             theirs = pick([p for p, _ in pairs], 0, now, guard)
@@ -200,64 +201,67 @@ def test_a_live_job_is_picked_just_as_the_simulators_resident_is(
 
 
 def test_predictions_are_learnt_by_depth_and_unknown_ones_run_once() -> None:
-    live = Live(grant(1), 0, Filled(), node=NODE)
-    live.hear(m.Welcome(memory="x"), 0.0)
+    tenant = Tenant(lease(1), 0, LastBackgroundTask(), node=NODE)
+    tenant.hear(m.Welcome(memory="x"), 0.0)
     for message in released(0, (0.0, 0.0), at=1.0):
-        live.hear(message, 1.0)
-    assert live.predicted(live.offers(0)) < 1e-6
+        tenant.hear(message, 1.0)
+    assert tenant.predicted(tenant.offers(0)) < 1e-6
     for i, (depth, took) in enumerate([(2, 0.4), (1, 0.1)] * 20):
-        live.assigned = m.Task(iteration=0, worker=depth - 1, depth=depth, seconds=0.3 * i)
-        _, profiled = live.begin(1.0)
-        live.observe(profiled, took)
+        tenant.assigned = m.Task(iteration=0, worker=depth - 1, depth=depth, seconds=0.3 * i)
+        _, profiled = tenant.begin(1.0)
+        tenant.observe(profiled, took)
     for message in released(1, (7.0, 9.0), at=2.0):
-        live.hear(message, 2.0)
-    assert live.predicted(live.offers(0)) == pytest.approx(0.4, rel=0.05)
-    live.hear(m.Taken(iteration=1, workers=(1,), until=3.0, at=2.0), 2.0)
-    assert live.predicted(live.offers(0)) == pytest.approx(0.1, rel=0.05)
-    assert len(live.learnt) == 2, "what is learnt grows with depths, not with tasks"
+        tenant.hear(message, 2.0)
+    assert tenant.predicted(tenant.offers(0)) == pytest.approx(0.4, rel=0.05)
+    tenant.hear(m.Taken(iteration=1, workers=(1,), until=3.0, at=2.0), 2.0)
+    assert tenant.predicted(tenant.offers(0)) == pytest.approx(0.1, rel=0.05)
+    assert len(tenant.learnt) == 2, "what is learnt grows with depths, not with tasks"
 
 
 def test_a_job_on_another_machine_has_another_clock() -> None:
-    live = Live(grant(1), 0, Filled(), node="elsewhere")
-    live.hear(m.Welcome(memory=""), 50.0)
+    tenant = Tenant(lease(1), 0, LastBackgroundTask(), node="elsewhere")
+    tenant.hear(m.Welcome(memory=""), 50.0)
     for message in released(0, (1.0,), at=1000.0):
-        live.hear(message, 50.2)
-    live.hear(m.Taken(iteration=0, workers=(0,), until=1001.5, at=1000.5), 50.6)  # this one was quicker
-    assert live.eta == pytest.approx(51.6)
-    live.hear(m.Barrier(iteration=0, until=1003.0, at=1002.0), 54.0)  # read late, after a task
-    assert live.next_release == pytest.approx(53.1)
+        tenant.hear(message, 50.2)
+    tenant.hear(m.Taken(iteration=0, workers=(0,), until=1001.5, at=1000.5), 50.6)  # this one was quicker
+    assert tenant.eta == pytest.approx(51.6)
+    tenant.hear(m.Barrier(iteration=0, until=1003.0, at=1002.0), 54.0)  # read late, after a task
+    assert tenant.next_release == pytest.approx(53.1)
 
 
 # -- real executors --
 
 
-def test_fillers_fill_a_foreground_jobs_gaps_and_what_they_cost_is_counted(tmp_path: Path) -> None:
-    """A foreground job of 20 ms in every 220; fillers of 10 ms. Then its gaps shrink and nobody says so."""
-    with stage(tmp_path) as at:
+def test_background_tasks_fill_a_foreground_jobs_gaps_and_their_delay_is_reported(tmp_path: Path) -> None:
+    """A foreground job of 20 ms in every 220, background tasks of 10 ms. Then its gaps shrink without notice."""
+    with harness(tmp_path) as at:
         at.executor()
-        promised = at.aggregator("1", Acted(iterations=10_000, seconds=(0.02,), off_device=0.2))
-        filler = at.aggregator("2", Acted(iterations=10_000, seconds=(0.01,)))
+        promised = at.aggregator("1", Behaviour(iterations=10_000, seconds=(0.02,), off_device=0.2))
+        background = at.aggregator("2", Behaviour(iterations=10_000, seconds=(0.01,)))
         at.grant(promised, foreground=True)
-        at.grant(filler, order=1.0, background=True)
+        at.grant(background, order=1.0, background=True)
         wait(lambda: promised.iteration > 5, "the foreground job's progress")
-        wait(lambda: sum(map(len, filler.done.values())) > 20, "full gaps")
-        promised.acted.off_device, promised.acted.believed_off_device = 0.013, 0.04  # a filler fits, two do not
+        wait(lambda: sum(map(len, background.done.values())) > 20, "full gaps")
+        promised.behaviour.off_device, promised.behaviour.believed_off_device = (
+            0.013,
+            0.04,
+        )  # one background task fits, two do not
         at_change = promised.iteration
         wait(lambda: promised.iteration > at_change + 100, "progress with wrong predictions")
-        wait(lambda: [b for b in at.head.all(m.Beat) if b.slowdown.get("1", 0) > 0], "a measured slow-down")
-        found = recorder.ran(at.home)
+        wait(lambda: [b for b in at.coordinator.all(m.Heartbeat) if b.slowdown.get("1", 0) > 0], "a measured slow-down")
+        found = recorder.recorded_tasks(at.home)
         assert {t.job for t in found} == {"1", "2"}
         assert all(a.stop <= b.start for a, b in pairwise(found))
 
 
-def test_a_background_job_has_the_whole_device_while_the_foreground_job_is_away(tmp_path: Path) -> None:
-    with stage(tmp_path) as at:
+def test_a_background_job_has_the_whole_device_while_the_foreground_job_is_lost(tmp_path: Path) -> None:
+    with harness(tmp_path) as at:
         at.executor()
-        promised = at.aggregator("1", Acted(iterations=10_000, seconds=(0.005,), off_device=0.001))
-        filler = at.aggregator("2", Acted(iterations=10_000, seconds=(0.05,)))
+        promised = at.aggregator("1", Behaviour(iterations=10_000, seconds=(0.005,), off_device=0.001))
+        background = at.aggregator("2", Behaviour(iterations=10_000, seconds=(0.05,)))
         at.grant(promised, foreground=True)
         wait(lambda: promised.iteration > 5, "the foreground job's progress")
-        at.grant(filler, order=1.0, background=True)
-        wait(lambda: filler.joined, "the filler")
+        at.grant(background, order=1.0, background=True)
+        wait(lambda: background.joined, "the background job")
         promised.end()
-        wait(lambda: len(filler.done) > 5, "the filler's progress")
+        wait(lambda: len(background.done) > 5, "the background job's progress")

@@ -1,4 +1,4 @@
-"""A job's tensors in shared memory: seen by all, each in its place, and gone at the end."""
+"""A job's tensors in shared memory: the same for all processes, without overlap, and removed at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dovetail.cluster.job.arena import FOLDER, Arena
-from dovetail.cluster.job.tensor_layout import ALIGNMENT, _run
+from dovetail.cluster.job.tensor_layout import ALIGNMENT, flat_layout
 from dovetail.core.errors import Error
 
 
@@ -36,7 +36,7 @@ class Mixed(nn.Module):
 def name() -> Iterator[str]:
     name = f"dovetail-test-{os.getpid()}"
     yield name
-    assert not (FOLDER / name).exists(), "nothing stays"
+    assert not (FOLDER / name).exists(), "no memory is left"
 
 
 def test_parameters_and_buffers_are_the_same_memory_for_all_who_attach(name: str) -> None:
@@ -78,8 +78,8 @@ def test_every_worker_has_gradients_of_its_own_and_nothing_overlaps(name: str) -
         assert arena.flags[worker].tolist() == [worker] * 6
 
 
-def test_another_model_and_memory_that_is_gone_or_foreign_are_refused_in_one_line(name: str) -> None:
-    with pytest.raises(Error, match="gone: its aggregator has ended"):
+def test_another_model_and_missing_or_foreign_memory_are_refused_in_one_line(name: str) -> None:
+    with pytest.raises(Error, match="not found: its aggregator has ended"):
         Arena.attach(name, nn.Linear(3, 2))
     arena = Arena.create(name, nn.Linear(3, 2), 1)
     try:
@@ -101,7 +101,7 @@ def test_a_model_larger_than_the_free_memory_is_refused_in_one_line_and_leaves_n
     assert "\n" not in str(caught.value)
 
 
-def test_an_arena_of_one_own_has_the_same_layout_as_the_one_it_stands_for(name: str) -> None:
+def test_a_private_arena_has_the_same_layout_as_the_aggregators(name: str) -> None:
     arena = Arena.create(name, Mixed(), 2)
     arena.unlink()
     apart = Arena.apart(arena.described, Mixed())
@@ -117,7 +117,7 @@ def test_an_arena_of_one_own_has_the_same_layout_as_the_one_it_stands_for(name: 
 def test_slots_are_aligned_in_order_of_segment_and_never_overlap(tensors: list[tuple[int, int, int]]) -> None:
     kinds = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     ordered = sorted(tensors, key=lambda t: t[2])
-    run = _run(((str(i), torch.empty(n, dtype=kinds[w]), s) for i, (n, w, s) in enumerate(ordered)), segments=4)
+    run = flat_layout(((str(i), torch.empty(n, dtype=kinds[w]), s) for i, (n, w, s) in enumerate(ordered)), segments=4)
     for dtype, size in run.sizes.items():
         slots = [s for s in run.slots if s.dtype == dtype]
         assert all(s.start * dtype.itemsize % ALIGNMENT == 0 for s in slots)

@@ -1,4 +1,4 @@
-"""Job files: one that is right loads, with the submission's options; one that is wrong says so in one line."""
+"""Job files: a valid one loads, with the submission's options; an invalid one gives a one-line error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_job_file_loads_and_the_submission_overrides_what_it_may(tmp_path: Path) -> None:
+def test_a_job_file_loads_and_the_submissions_options_override_it(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     assert (load(path).steps, load(path).workers, load(path).name) == (5, 2, "job")
     job = load(path, Options(workers=4, steps=7, spb="ladder", seed=3, batch=12))
@@ -54,9 +54,7 @@ WRONG = {
     "job: steps: missing": GOOD.replace("    steps=5,\n", ""),
     "job: steps: expected a whole number of at least 1, got 0": GOOD.replace("steps=5", "steps=0"),
     "job: steps: expected a whole number of at least 1, got True": GOOD.replace("steps=5", "steps=True"),
-    "job: batch: expected at least one sample for each of 2 workers per step, got 1": GOOD.replace(
-        "batch=8", "batch=1"
-    ),
+    "job: batch: expected at least one sample for each of 2 workers, got 1": GOOD.replace("batch=8", "batch=1"),
     "job: model: expected a function, got int 3": GOOD.replace("model=lambda: nn", "model=3 if nn else lambda: nn"),
     "job: spb: expected one of off, ladder, balanced, guard, got 'some'": GOOD.replace(
         "steps=5", "steps=5, spb='some'"
@@ -87,14 +85,14 @@ def test_a_wrong_file_gets_one_line_that_names_file_and_field(line: str, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_options_that_do_not_fit_the_file_are_named_as_such(tmp_path: Path) -> None:
+def test_an_error_names_the_submissions_options_if_they_do_not_fit_the_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"job with the submission's options: batch: .* 9 workers per step, got 8"):
         load(written(tmp_path, GOOD), Options(workers=9))
     with pytest.raises(InputError, match="cannot be read: no such file"):
         load(tmp_path / "absent.py")
 
 
-def test_what_a_file_makes_torchs_default_dtype_stays_its_own(tmp_path: Path) -> None:
+def test_the_default_dtype_that_a_file_sets_applies_to_its_job_only(tmp_path: Path) -> None:
     job = load(written(tmp_path, "import torch\ntorch.set_default_dtype(torch.float64)\n" + GOOD))
     assert torch.get_default_dtype() == torch.float32
     assert job.default_dtype == "float64"
@@ -149,15 +147,15 @@ def test_what_a_files_functions_return_is_checked_before_the_first_task() -> Non
     assert "got lazy ones" in one_line(lambda: make_model(job(model=lambda: nn.LazyLinear(3))))
     sparse = job(model=lambda: nn.Sequential(nn.Embedding(5, 3, sparse=True)))
     assert one_line(lambda: make_model(sparse)).startswith("model: 0: sparse gradients cannot be averaged")
-    for data in (Stream, NoLength):
-        assert one_line(lambda d=data: Samples(job(data=d))).startswith("data: expected a dataset with len()")
+    assert one_line(lambda: Samples(job(data=Stream))).startswith("data: expected a dataset with len()")
+    assert one_line(lambda: Samples(job(data=NoLength))).startswith("data: expected a dataset with len()")
     assert one_line(lambda: Samples(job(data=list))) == "data: expected at least one sample, got none"
     model = make_model(job())
     assert "group 0 has another one of shape (2, 5)" in one_line(
         lambda: make_optimizer(job(optimizer=optimizer), model)
     )
-    for kind, word in ((torch.optim.LBFGS, "LBFGS"), (torch.optim.SparseAdam, "SparseAdam")):
-        assert word in one_line(lambda k=kind: make_optimizer(job(optimizer=lambda p: k(p)), model))
+    assert "LBFGS" in one_line(lambda: make_optimizer(job(optimizer=torch.optim.LBFGS), model))
+    assert "SparseAdam" in one_line(lambda: make_optimizer(job(optimizer=torch.optim.SparseAdam), model))
     assert "expected a function that makes" in one_line(lambda: make_optimizer(job(optimizer=list), model))
 
 
@@ -186,7 +184,7 @@ def test_a_model_that_cannot_be_cut_for_partial_depth_is_refused_before_the_firs
     from tests.train.partial.depth_models import Checkpointed, Hooked
 
     six = {"data": lambda: TensorDataset(torch.arange(60.0).view(10, 6))}
-    assert "does not bear a cut before layer" in line(model=Hooked, workers=4, **six)
+    assert "cannot be cut before layer" in line(model=Hooked, workers=4, **six)
     assert "the cut breaks this model" in line(model=lambda: Checkpointed(reentrant=True), workers=4, **six)
 
 
@@ -228,12 +226,16 @@ def test_a_schedulers_state_must_fit_into_a_checkpoint() -> None:
         lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0),
     ):
-        objects.Schedule(job(scheduler=make), make_optimizer(job(), make_model(job())))
+        objects.LearningRateSchedule(job(scheduler=make), make_optimizer(job(), make_model(job())))
     optimizer = make_optimizer(job(), make_model(job()))
-    assert "cannot go into a checkpoint" in one_line(lambda: objects.Schedule(job(scheduler=Odd), optimizer))
-    assert "expected one of torch.optim" in one_line(lambda: objects.Schedule(job(scheduler=lambda o: 3), optimizer))
+    assert "cannot go into a checkpoint" in one_line(
+        lambda: objects.LearningRateSchedule(job(scheduler=Odd), optimizer)
+    )
+    assert "expected one of torch.optim" in one_line(
+        lambda: objects.LearningRateSchedule(job(scheduler=lambda o: 3), optimizer)
+    )
 
 
-def test_errors_of_fields_are_the_librarys_own() -> None:
+def test_errors_of_fields_are_dovetail_errors() -> None:
     with pytest.raises(Error, match="loss: missing"):
         TrainingJob(model=nn.ReLU, data=list)

@@ -1,22 +1,20 @@
-"""The HTTP API: every verb, every wrong request a 4xx with one line, no way in for strangers."""
+"""The HTTP API: every verb works, every wrong request gets a 4xx with one line, other web pages are refused."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from dovetail.cluster.job.submission import MOST_TEXT, Submission
 from dovetail.cluster.transport import messages as m
 from dovetail.cluster.web.api import make_app
-from tests.cluster.coordinator.stage import Stage, stage
+from tests.cluster.coordinator.stage import HANG, Stage, patience, stage
 
 TOKEN = "0123456789abcdef"
 
@@ -28,12 +26,13 @@ def play(
         async with stage(tmp_path, **options) as s:
             transport = httpx.ASGITransport(make_app(s.c, token=token))  # an exception in it is raised here
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9") as client:
-                await asyncio.wait_for(scene(s, client), 60.0)
+                await asyncio.wait_for(scene(s, client), 2 * HANG)
 
-    asyncio.run(whole())
+    with patience():
+        asyncio.run(whole())
 
 
-def test_a_job_by_its_verbs(tmp_path: Path) -> None:
+def test_a_job_is_submitted_shown_paused_resumed_and_cancelled(tmp_path: Path) -> None:
     async def scene(s: Stage, http: httpx.AsyncClient) -> None:
         answer = await http.post("/jobs", json={"text": "job", "name": "one", "options": {"steps": 10}})
         assert answer.status_code == 201
@@ -63,7 +62,7 @@ def test_a_job_by_its_verbs(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_logs_come_in_pieces_that_never_cut_a_letter(tmp_path: Path) -> None:
+def test_logs_are_read_in_pieces_that_never_cut_a_character(tmp_path: Path) -> None:
     async def scene(s: Stage, http: httpx.AsyncClient) -> None:
         job = s.submit()
         assert (await http.get(f"/jobs/{job}/logs")).json()["text"] == ""
@@ -84,9 +83,9 @@ def test_logs_come_in_pieces_that_never_cut_a_letter(tmp_path: Path) -> None:
 
 def test_the_timeline_is_read_from_what_executors_recorded(tmp_path: Path) -> None:
     async def scene(s: Stage, http: httpx.AsyncClient) -> None:
-        from dovetail.cluster.executor.recorder import Recorder
+        from dovetail.cluster.executor.recorder import DeviceRecorder
 
-        recorder = Recorder(s.home.path, 1, node="n", emulated=True)
+        recorder = DeviceRecorder(s.home.path, 1, node="n", emulated=True)
         for i in range(5):
             recorder.task("1", i, 0, 10.0 + i, 10.5 + i, 0.0)
         recorder.close()
@@ -144,8 +143,8 @@ def test_every_wrong_request_gets_one_line(tmp_path: Path) -> None:
         for body, field in WRONG_BODIES:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             answer = await http.post("/jobs", content=data, headers=kind)
-            told = answer.json()["detail"]
-            assert answer.status_code == 400 and field in told and "\n" not in told, (body, told)
+            line = answer.json()["detail"]
+            assert answer.status_code == 400 and field in line and "\n" not in line, (body, line)
         too_much = await http.post("/jobs", content=b'{"text": "' + b"x" * (MOST_TEXT * 8) + b'"}', headers=kind)
         assert too_much.status_code == 413
         assert (await http.post("/down", content=b'{"grace": "long"}', headers=kind)).status_code == 400
@@ -158,7 +157,7 @@ def test_every_wrong_request_gets_one_line(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_fuzzed_requests_never_break_it(tmp_path: Path) -> None:
+def test_fuzzed_requests_never_raise_in_the_application(tmp_path: Path) -> None:
     """An exception in the application would be raised here; a 5xx fails too."""
 
     async def scene(s: Stage, http: httpx.AsyncClient) -> None:
@@ -192,7 +191,7 @@ def test_fuzzed_requests_never_break_it(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_web_pages_and_rebound_names_are_refused(tmp_path: Path) -> None:
+def test_requests_of_other_web_pages_and_host_names_are_refused(tmp_path: Path) -> None:
     async def scene(s: Stage, http: httpx.AsyncClient) -> None:
         for headers in (
             {"Host": "evil.example"}, {"Host": "evil.example:9"}, {"Host": ""}, {"Origin": "http://evil.example"},
@@ -206,7 +205,7 @@ def test_web_pages_and_rebound_names_are_refused(tmp_path: Path) -> None:
             assert (await http.get("/status", headers={"Host": host})).status_code == 200
         same = {"Origin": "http://127.0.0.1:9", "Sec-Fetch-Site": "same-origin"}
         assert (await http.get("/status", headers=same)).status_code == 200
-        # What a form or a simple fetch of another page could send.
+        # What a form or a simple fetch of another web page could send.
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             answer = await http.post("/jobs", content=b'{"text": "x"}', headers={"Content-Type": kind})
             assert answer.status_code == 415
@@ -224,7 +223,7 @@ def test_with_a_token_every_request_needs_it(tmp_path: Path) -> None:
                 {"Authorization": TOKEN},
                 {"Authorization": "Bearer é"},
             ):
-                headers = {k: v.encode("utf-8") for k, v in given.items()}
+                headers = {k.encode(): v.encode("utf-8") for k, v in given.items()}
                 assert (await http.get(path, headers=headers)).status_code == 401, (path, given)
         assert (await http.post("/jobs", json={"text": "x"})).status_code == 401
         right = {"Authorization": f"Bearer {TOKEN}", "Host": "anywhere"}
@@ -233,25 +232,20 @@ def test_with_a_token_every_request_needs_it(tmp_path: Path) -> None:
     play(tmp_path, scene, token=TOKEN)
 
 
-def test_status_with_a_thousand_queued_jobs_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is 200 ms; an N+1 of queries would show as a thousand of them."""
+def test_status_with_a_thousand_queued_jobs_takes_a_few_queries(tmp_path: Path) -> None:
+    """A query for each job would show as a thousand of them. How long it takes is the benchmark's matter."""
 
     async def scene(s: Stage, http: httpx.AsyncClient) -> None:
         s.store._db.execute("PRAGMA synchronous=OFF")  # only to get a thousand quickly
         for i in range(1000):
             s.submit(name=f"job-{i}")
-        await s.until(lambda: sum(j.linked for j in s.c.jobs.values()) == 16 + 4)
+        await s.until(lambda: sum(j.connected for j in s.c.jobs.values()) == 16 + 4)
         await asyncio.sleep(0.1)
         queries: list[str] = []
         s.store._db.set_trace_callback(queries.append)
-        took = []
-        for _ in range(5):
-            start = time.perf_counter()
-            answer = await http.get("/status")
-            took.append(time.perf_counter() - start)
+        answer = await http.get("/status")
         assert len(answer.json()["jobs"]) == 1000
-        assert len(queries) <= 5 * 4, queries
-        assert min(took) < 0.2
+        assert len(queries) <= 4, queries
         assert (await http.get("/status?jobs=false")).json().get("jobs") is None
 
     play(tmp_path, scene)
@@ -263,6 +257,6 @@ def test_down_answers_and_stops_the_engine(tmp_path: Path) -> None:
         await s.running(job)
         aggregator = s.aggregator(job)
         assert (await http.post("/down", json={"grace": 5})).json() == {"down": True}
-        assert s.engine.stopped and aggregator.told(m.Stop)
+        assert s.engine.stopped and aggregator.received(m.StopJob)
 
     play(tmp_path, scene)

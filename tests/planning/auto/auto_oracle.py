@@ -1,4 +1,4 @@
-"""Made-up jobs and networks for the joint planner, and every plan there is for them by brute force."""
+"""Made-up jobs and networks for `plan --auto`, and every plan there is for them by brute force."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dovetail.core.plan import Plan
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 from dovetail.measure.presets import preset
 from dovetail.planning.auto.options import Question
-from dovetail.planning.auto.search import Candidate, Joint
+from dovetail.planning.auto.search import AutoPlan, Candidate
 from dovetail.simulate.auto import choose
 from dovetail.view.auto import sentences
 from tests.planning.merge.oracle import exactly, made_network, made_profile
@@ -113,7 +113,7 @@ def test_partial_depth_is_only_for_those_who_allow_it() -> None:
     job, net = profile(3, 6), network(0.0, 1e-6, ranks=4)
     strict, loose = (choose(job, net, batch=16, statistics=s) for s in (False, True))
     assert not any(c.technique == "balanced" for c in strict.scored)
-    assert any("--allow-statistics" in e.why for e in strict.excluded)
+    assert any("--allow-statistics" in e.reason for e in strict.excluded)
     assert loose.chosen.technique == "balanced" and isinstance(loose.chosen.plan, DepthPlan)
     assert [c.technique for c in loose.steps] == ["ddp", "merging", "ladder", "balanced"]
     assert loose.value < strict.value
@@ -122,8 +122,8 @@ def test_partial_depth_is_only_for_those_who_allow_it() -> None:
 # What cannot be considered.
 
 
-def reasons(found: Joint) -> dict[str, str]:
-    return {e.technique: e.why for e in found.excluded}
+def reasons(found: AutoPlan) -> dict[str, str]:
+    return {e.technique: e.reason for e in found.excluded}
 
 
 def test_burst_needs_several_measured_batches_and_says_how_to_get_them() -> None:
@@ -159,7 +159,7 @@ def test_devices_that_do_not_share_the_batch_evenly_are_not_used_by_data_paralle
     found = choose(made_profile([100], [0.1]), preset("10gbe-8"), batch=12)
     assert {c.devices for c in found.scored} | {d.combination.devices for d in found.dropped} <= {1, 2, 3, 4, 6}
     assert found.baseline.devices == 6
-    assert any("8 devices do not share a global batch of 12 evenly; 6 do" in e.why for e in found.excluded)
+    assert any("8 devices do not share a global batch of 12 evenly; 6 do" in e.reason for e in found.excluded)
 
 
 def test_memory_takes_small_numbers_of_devices_away() -> None:
@@ -169,12 +169,12 @@ def test_memory_takes_small_numbers_of_devices_away() -> None:
     roomy, tight = (choose(job, net, memory=m, objective="device-time", within=10.0) for m in (None, 40_000))
     assert roomy.chosen.devices == 1
     assert tight.chosen.devices == 4, "16 samples of 2,000 bytes are 32,000; twice as many do not fit"
-    assert any("GiB" in e.why for e in tight.excluded)
+    assert any("GiB" in e.reason for e in tight.excluded)
     with pytest.raises(Error, match="need 16,032 bytes each, expected at most 100"):
         choose(job, net, memory=100)
 
 
-def needed(found: Joint, c: Candidate) -> int:
+def needed(found: AutoPlan, c: Candidate) -> int:
     """Bytes of the device of a plan that needs the most, by the plan's own figure where it has one."""
     if isinstance(c.plan, BurstPlan):
         return c.plan.prediction.memory
@@ -220,7 +220,7 @@ def test_partial_depth_and_burst_are_tried_where_data_parallelism_does_not_fit()
     found = choose(deep, net, batch=16, memory=whole - 1, statistics=True)
     assert found.chosen.technique == "balanced" and needed(found, found.chosen) < whole
     assert not any(c.technique == "ddp" for c in found.scored) and found.steps[0] is found.baseline
-    assert any(e.technique == "data parallelism" and "GiB each" in e.why for e in found.excluded)
+    assert any(e.technique == "data parallelism" and "GiB each" in e.reason for e in found.excluded)
     uneven_batch = choose(deep, net, batch=17, memory=int(0.9 * Question(deep, net, devices=1, batch=17).needed(1)))
     assert uneven_batch.chosen.technique == "burst"
 
@@ -249,10 +249,10 @@ def test_a_network_without_all_reduce_is_named() -> None:
 def test_a_technique_of_which_nothing_better_was_found_is_not_said_to_be_proven_worse() -> None:
     """No plan of burst was made that is faster than overlap, yet its bound is below."""
     found = choose(profile(0, 3), network(1.0, 1e-2), devices=2, batch=4)
-    dropped = {d.combination.technique: d.why for d in found.dropped}
+    dropped = {d.combination.technique: d.reason for d in found.dropped}
     assert dropped["burst"] == "none" and found.gap > 0
     exact = [d for d in found.dropped if d.combination.exact]
-    assert all(d.why in ("bound", "slow") for d in exact)
+    assert all(d.reason in ("bound", "slow") for d in exact)
     told = " ".join(sentences(found))
     assert "1 without a better plan" in told and "might be up to 14.9 % better" in told
 

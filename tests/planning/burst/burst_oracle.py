@@ -29,20 +29,20 @@ class MadeCost:
     needing: list[FloatArray]
 
     def compute(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray:
-        return self.computing[layer][np.asarray(samples)]
+        return self.computing[layer][np.asarray(samples)]  # type: ignore[no-any-return]
 
     def forward(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray:
         return self.compute(layer, samples) / 4
 
     def sync(self, layer: int, devices: npt.ArrayLike, /) -> FloatArray:
-        return self.syncing[layer][np.asarray(devices)]
+        return self.syncing[layer][np.asarray(devices)]  # type: ignore[no-any-return]
 
     def reshard(self, layer: int, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
         a, b = local_batch(self.batch, before), local_batch(self.batch, after)
         return np.where(np.asarray(before) == np.asarray(after), 0.0, self.moving[layer][a, b])
 
     def memory(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray:
-        return self.needing[layer][np.asarray(samples)]
+        return self.needing[layer][np.asarray(samples)]  # type: ignore[no-any-return]
 
 
 def made_cost(rng: random.Random, layers: int, batch: int, devices: int, *, largest: int = 20) -> MadeCost:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dovetail.core.errors import Error
 from dovetail.core.network import FloatArray
+from dovetail.planning.burst import rules
 from dovetail.planning.burst.graph import decompose
 from dovetail.planning.burst.planner import BurstPlanner, useful_counts
 
@@ -131,7 +132,7 @@ def test_the_front_keeps_what_it_promises(seed: int) -> None:
     front = points(planner)
     assert all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(front))
     for g in range(1, 7):
-        dp = planner.policy(f"dp:{g}").prediction
+        dp = rules.by_name(planner, f"dp:{g}").prediction
         assert any(t <= dp.iteration and w <= dp.device_time for t, w in front)
     assert planner.fastest().prediction.iteration == front[0][0]
     assert planner.fastest(amplification=1e6).prediction.iteration == front[0][0]
@@ -169,8 +170,8 @@ def test_bad_questions_get_one_line() -> None:
         (lambda: planner.fastest(amplification=0.5), "amplification: expected at least 1"),
         (lambda: planner.predict([1, 2]), "counts: expected one of 1 to 4 devices for each of 3 layers"),
         (lambda: planner.predict([1, 2, 5]), "counts: expected one of 1 to 4 devices"),
-        (lambda: planner.policy("dp:5"), "no burst policy 'dp:5'"),
-        (lambda: planner.policy("magic"), "expected one of fastest"),
+        (lambda: rules.by_name(planner, "dp:5"), "no burst policy 'dp:5'"),
+        (lambda: rules.by_name(planner, "magic"), "expected one of fastest"),
         (lambda: useful_counts(0, 4), "batch and devices"),
     ):
         with pytest.raises(Error, match=line):

@@ -32,19 +32,19 @@ def real_planner(seed: int, devices: int = 4, batch: int = 16) -> BurstPlanner:
 def test_data_parallel_plans_give_every_layer_the_same_devices() -> None:
     planner = made_planner(random.Random(1), 4, batch=8, devices=8)
     for g in (1, 3, 7, 8):
-        plan = planner.policy(f"dp:{g}")
+        plan = rules.by_name(planner, f"dp:{g}")
         assert plan.counts == (g,) * 4 and plan.policy == f"dp:{g}"
         used = plan.prediction
         assert used.device_time == pytest.approx(g * used.iteration)
-    best = planner.policy("best-dp")
-    assert best.prediction.iteration == min(planner.policy(f"dp:{g}").prediction.iteration for g in range(1, 9))
+    best = rules.by_name(planner, "best-dp")
+    assert best.prediction.iteration == min(rules.by_name(planner, f"dp:{g}").prediction.iteration for g in range(1, 9))
 
 
 def test_a_static_partition_is_the_fastest_within_the_limit_or_the_smallest_at_a_speed() -> None:
     planner = real_planner(3)
-    plans = {g: planner.policy(f"dp:{g}").prediction for g in (1, 2, 3, 4)}
+    plans = {g: rules.by_name(planner, f"dp:{g}").prediction for g in (1, 2, 3, 4)}
     for limit in (1.0, 1.3, 2.0, 9.0):
-        found = planner.policy("static-partition", amplification=limit)
+        found = rules.by_name(planner, "static-partition", amplification=limit)
         within = [p for p in plans.values() if p.amplification <= limit]
         assert found.prediction.iteration == min(p.iteration for p in within)
     for wanted in (p.iteration for p in plans.values()):
@@ -72,7 +72,7 @@ def test_the_per_layer_limit_is_the_best_plan_that_keeps_it_in_every_layer() -> 
                 best = min(best, planner.predict(counts).prediction.iteration)
         if np.isfinite(best):
             made += 1
-            found = planner.policy("per-layer", amplification=limit).prediction
+            found = rules.by_name(planner, "per-layer", amplification=limit).prediction
             assert found.iteration == best
             assert planner.fastest(amplification=limit).prediction.iteration <= best, "a total limit is never slower"
     assert made > 20
@@ -90,7 +90,7 @@ def test_the_rule_of_deeppool_tests_only_the_fastest_way_to_a_layer_and_names_wh
         assert all(v.amplification > limit for v in broken)
         broke += bool(broken)
         if not broken and all(float(planner.cost.compute(v, 8)) > 0 for v in range(6)):
-            exact = planner.policy("per-layer", amplification=limit).prediction.iteration
+            exact = rules.by_name(planner, "per-layer", amplification=limit).prediction.iteration
             assert plan.prediction.iteration >= exact * (1 - 1e-12)
             kept += 1
             slower += plan.prediction.iteration > exact * (1 + 1e-12)
@@ -122,7 +122,7 @@ def test_the_search_published_with_deeppool_breaks_its_own_limit_and_the_layers_
     forked = made_planner(rng, 3, batch=8, devices=8, edges=[(0, 1), (0, 2), (1, 2)])
     for name in ("deeppool", "deeppool-published", "per-layer"):
         with pytest.raises(Error, match=f"{name}: expected a chain"):
-            forked.policy(name)
+            rules.by_name(forked, name)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -159,7 +159,7 @@ def test_a_gap_is_worth_the_whole_tasks_that_fit() -> None:
 def test_background_plans_keep_the_speed_and_leave_no_less_than_plain_ones(seed: int) -> None:
     rng = random.Random(seed)
     planner = made_planner(rng, 5, batch=8, devices=8)
-    speed = planner.policy("dp:8").prediction.iteration
+    speed = rules.by_name(planner, "dp:8").prediction.iteration
     for task in (0.0, 2.0, 20.0):
         found = with_background(planner, task=task, iteration=speed)
         assert found.prediction.iteration <= speed
@@ -170,7 +170,7 @@ def test_background_plans_keep_the_speed_and_leave_no_less_than_plain_ones(seed:
     most = with_background(planner, task=2.0)
     value = background(planner, most.counts, task=2.0).devices + planner.one_device / most.prediction.iteration
     for g in (1, 2, 4, 8):
-        dp = planner.policy(f"dp:{g}")
+        dp = rules.by_name(planner, f"dp:{g}")
         other = background(planner, dp.counts, task=2.0).devices + planner.one_device / dp.prediction.iteration
         assert value >= other - 1e-12
 
@@ -180,7 +180,7 @@ def test_hidden_gradients_are_between_free_and_fully_paid(seed: int) -> None:
     planner = real_planner(seed)
     bound = lower_bound(planner)
     for name in ("dp:1", "dp:4", "fastest"):
-        plan = planner.policy(name)
+        plan = rules.by_name(planner, name)
         hidden = overlapped(planner, plan)
         assert hidden.counts == plan.counts
         assert bound * (1 - 1e-9) <= hidden.prediction.iteration <= plan.prediction.iteration * (1 + 1e-9)
@@ -200,7 +200,7 @@ def test_gradients_of_one_group_are_merged_as_the_merge_planner_merges_them() ->
     profile = made_profile([1 << 20] * 4, [1e-3] * 4, forward=[1e-3] * 4)
     links = Links(sync_latency=2e-3, sync_rate=1e9)
     planner = BurstPlanner(profile, ProfileCost(profile, 8, links), 2)
-    found = overlapped(planner, planner.policy("dp:2")).prediction.iteration
+    found = overlapped(planner, rules.by_name(planner, "dp:2")).prediction.iteration
     stream = streams.Stream(tuple(0.5e-3 * (i + 1) for i in range(4)), (1 << 20,) * 4)
     cost = AffineCost(2e-3, 1e-9)
     assert found == pytest.approx(2e-3 + streams.finish(stream, exact.optimal(stream, cost), cost))

@@ -17,8 +17,8 @@ from dovetail.core.errors import Error, InputError
 from dovetail.core.profile import Profile
 from dovetail.planning.auto.options import Question
 from dovetail.planning.depth.buckets import depth_stream
-from dovetail.planning.depth.cost import Costs, traffic
-from dovetail.planning.depth.planner import COMPARED, Device, compare, described, plan
+from dovetail.planning.depth.cost import DepthCosts, traffic
+from dovetail.planning.depth.planner import COMPARED, POLICIES, WorkerDevice, compare, plan
 from dovetail.planning.depth.segmentation import partition, segments
 from dovetail.planning.merge.exact import fewest
 from dovetail.planning.merge.stream import objective
@@ -96,7 +96,7 @@ def test_balanced_batches_leave_time_for_what_is_still_to_be_sent() -> None:
     assert made.phases[0].batches[0] < shares[0]
 
     def predicted(batches: tuple[int, ...]) -> float:
-        costs = Costs(even(24), made.segments, (Device(),) * 4, 2)
+        costs = DepthCosts(even(24), made.segments, (WorkerDevice(),) * 4, 2)
         phase = msgspec.structs.replace(
             made.phases[0], batches=batches, workers=costs.predict(made.phases[0].depths, batches)
         )
@@ -150,7 +150,7 @@ def test_any_depths_can_be_given() -> None:
 
 
 def test_slow_devices_take_shallow_depths() -> None:
-    devices = [Device(speed=1.0), Device(speed=0.5), Device(speed=2.0), Device(speed=0.4)]
+    devices = [WorkerDevice(speed=1.0), WorkerDevice(speed=0.5), WorkerDevice(speed=2.0), WorkerDevice(speed=0.4)]
     made = plan(even(), policy="ladder", devices=devices)
     assert made.phases[0].depths == (3, 2, 4, 1)
     assert made.phases[0].workers[3].forward == pytest.approx(8 / 0.4)
@@ -163,8 +163,8 @@ def test_slow_devices_take_shallow_depths() -> None:
 def test_small_devices_take_the_depths_that_they_hold() -> None:
     profile = even()  # 8 layers of 1000 bytes of weights and 4 bytes of output for each of 8 samples
     fixed, layer = 4 * 8000, 32
-    small = Device(memory=fixed + 3 * layer)  # two layers are kept, the output of one is on its way
-    made = plan(profile, policy="ladder", devices=[Device(), small, Device(), Device()])
+    small = WorkerDevice(memory=fixed + 3 * layer)  # two layers are kept, the output of one is on its way
+    made = plan(profile, policy="ladder", devices=[WorkerDevice(), small, WorkerDevice(), WorkerDevice()])
     assert made.phases[0].depths[1] == 1
     for worker, prediction in enumerate(made.phases[0].workers):
         depth = made.phases[0].depths[worker]
@@ -173,14 +173,14 @@ def test_small_devices_take_the_depths_that_they_hold() -> None:
     with pytest.raises(Error, match="do not fit the workers' memory: worker 0 holds at most depth 1"):
         plan(profile, policy="ladder", devices=[small] * 4)
     with pytest.raises(Error, match="worker 1 has memory for depth 1 at most, got 4"):
-        plan(profile, policy="depths:1,4,4,4", devices=[Device(), small, Device(), Device()])
+        plan(profile, policy="depths:1,4,4,4", devices=[WorkerDevice(), small, WorkerDevice(), WorkerDevice()])
 
 
 def test_memory_limits_the_balanced_batches() -> None:
     profile = even()
     free = plan(profile, workers=4, policy="balanced", batch=64).phases[0]
     limit = free.workers[0].memory - 100
-    devices = [Device(memory=limit), Device(), Device(), Device()]
+    devices = [WorkerDevice(memory=limit), WorkerDevice(), WorkerDevice(), WorkerDevice()]
     held = plan(profile, policy="balanced", batch=64, devices=devices).phases[0]
     assert held.batches[0] < free.batches[0] and sum(held.batches) == sum(free.batches)
     assert held.workers[0].memory <= limit
@@ -194,7 +194,7 @@ def test_traffic_over_all_links_is_a_reduction_and_a_delivery() -> None:
 
 def test_gradients_leave_when_the_slowest_contributor_has_them() -> None:
     """Worker 1 is twice as slow and takes depth 1: it delays the last segment and no other."""
-    devices = [Device(speed=1.0), Device(speed=0.5)]
+    devices = [WorkerDevice(speed=1.0), WorkerDevice(speed=0.5)]
     profile = even(2)
     made = plan(profile, made_network(0.0, 0.0, ranks=2), policy="ladder", devices=devices)
     assert made.phases[0].depths == (2, 1)
@@ -214,7 +214,7 @@ def test_communication_that_nothing_hides_is_part_of_the_iteration() -> None:
 def test_a_comparison_has_every_policy_and_each_survives_storage(tmp_path: object) -> None:
     plans = compare(even(), made_network(1e-3, 1e-6), workers=4)
     assert [p.policy for p in plans] == list(COMPARED)
-    assert {p.policy for p in plans} <= {name for name, _ in described()}
+    assert {p.policy for p in plans} <= set(POLICIES)
     for made in plans:
         made.check()
         assert files.decode(files.encode(made), DepthPlan, "plan.json") == made
@@ -231,9 +231,9 @@ def test_one_worker_and_wrong_numbers() -> None:
     alone = plan(even(), workers=1)
     assert alone.phases[0].depths == (1,) and savings(alone).compute == 0
     for options, said in [
-        ({}, "workers: expected how many"),
+        ({}, "workers: expected a number"),
         ({"workers": 2, "min_contributors": 3}, "min_contributors: expected 1 to 2, got 3"),
-        ({"workers": 2, "devices": [Device()]}, "one for each of 2 workers, got 1"),
+        ({"workers": 2, "devices": [WorkerDevice()]}, "one for each of 2 workers, got 1"),
         ({"workers": 2, "segments": 99}, "expected 1 to 8 segments"),
         ({"workers": 9, "batch": 1, "policy": "stairs"}, "no policy"),
         ({"workers": 0, "network": made_network(0.1, 1e-4)}, "workers: expected 1 to 2,147,483,647, got 0"),
@@ -249,5 +249,5 @@ def test_one_worker_and_wrong_numbers() -> None:
     with pytest.raises(Error, match=r"batch: expected workers that need at most 281,474,976,710,656 bytes, got"):
         plan(msgspec.structs.replace(even(1), layers=(fat,)), workers=2, batch=2**31 - 1)
     with pytest.raises(Error, match="speed: expected above 0"):
-        Device(speed=0)
+        WorkerDevice(speed=0)
     assert math.isclose(savings(plan(even(), workers=4, policy="guard")).compute, 0)

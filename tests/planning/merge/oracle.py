@@ -59,7 +59,7 @@ def finish(stream: Stream, cuts: list[int], cost: Cost, *, overhead: float = 0.0
 def random_stream(rng: random.Random, n: int, *, limits: bool = True) -> Stream:
     """Small numbers, so that ties, zero gaps and zero sizes are common."""
     step = rng.choice([lambda: float(rng.randint(0, 3)), rng.random, lambda: 0.0, lambda: 0.9])
-    ready = tuple(itertools.accumulate(step() for _ in range(n)))
+    ready = tuple(itertools.accumulate(step() for _ in range(n)))  # type: ignore[no-untyped-call]
     sizes = tuple(rng.choice([0, 1, 1, 2, 3, 7]) for _ in range(n))
     breaks = frozenset(i for i in range(1, n) if limits and rng.random() < 0.15)
     cap = rng.choice([None, 1, 3, 6, 10]) if limits else None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dovetail.core import files
 from dovetail.core.errors import Error
-from dovetail.core.network import AffineCost, Collective, Cost, Fit, Network, TableCost
+from dovetail.core.network import AffineCost, Collective, CollectiveName, Cost, Fit, Network, TableCost
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.planning import candidates, compare, plan, predict
@@ -83,7 +83,7 @@ def played(game: Played, cuts: list[int]) -> float:
 
 def random_profile(rng: random.Random, n: int) -> Profile:
     """Ties, zero gaps, zero sizes, several tensors in a layer, and layers that finish out of order."""
-    step = rng.choice([lambda: float(rng.randint(0, 3)), rng.random, lambda: 0.0, lambda: 0.9])
+    step: Callable[[], float] = rng.choice([lambda: float(rng.randint(0, 3)), rng.random, lambda: 0.0, lambda: 0.9])
     sizes = [rng.choice([0, 1, 1, 2, 3, 7]) for _ in range(n)]
     made = made_profile(
         sizes,
@@ -221,7 +221,7 @@ def test_dropping_labels_by_the_limit_changes_nothing_on_long_streams() -> None:
         profile = random_profile(rng, n)
         for cost in (AffineCost(1.0, 0.5), TableCost((1.0, 40.0, 90.0), (1.0, 3.0, 30.0))):
             made = cycle(profile, cost, AffineCost(0.7, 0.4), update=rng.choice([None, AffineCost(0.0, 0.1)]))
-            everything = cycle_exact._Bounds.of(made, float("inf"))
+            everything = cycle_exact._CompletionBounds.of(made, float("inf"))
             slow = cycle_exact._walk(made, [cycle_exact._layer(made, everything, None)], 0)
             assert period(made, cycle_exact.optimal(made)) == pytest.approx(period(made, slow), rel=SAME)
 
@@ -259,7 +259,11 @@ def network(latency: float, seconds_per_byte: float, *, ranks: int = 4) -> Netwo
     """Ring law: an all-reduce is a reduce-scatter and an all-gather."""
     whole = Fit(latency=latency, seconds_per_byte=seconds_per_byte, error=0.0)
     half = Collective(fit=Fit(latency=latency / 2, seconds_per_byte=seconds_per_byte / 2, error=0.0))
-    every = {"all_reduce": Collective(fit=whole), "reduce_scatter": half, "all_gather": half}
+    every: dict[CollectiveName, Collective] = {
+        "all_reduce": Collective(fit=whole),
+        "reduce_scatter": half,
+        "all_gather": half,
+    }
     return Network(name="ring", ranks=ranks, source="a test", measured=False, collectives=every)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.core import files
 from dovetail.core.errors import Error
-from dovetail.core.network import Collective, Fit, Network, Sample
+from dovetail.core.network import Collective, CostSample, Fit, Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.planning import candidates, compare, plan
@@ -77,10 +77,12 @@ def test_more_workers_and_larger_batches_are_planned_for_what_they_cost() -> Non
 
 def test_a_measured_table_is_planned_with_as_it_is() -> None:
     """A step in the table that no affine law has: buckets must stay below it."""
-    samples = tuple(Sample(bytes=b, seconds=exactly(s)) for b, s in [(1, 0.1), (100, 0.1), (101, 50.0), (400, 50.0)])
+    samples = tuple(
+        CostSample(bytes=b, seconds=exactly(s)) for b, s in [(1, 0.1), (100, 0.1), (101, 50.0), (400, 50.0)]
+    )
     fit = Fit(latency=0.1, seconds_per_byte=0.0, error=0.0)
-    collectives = {"all_reduce": Collective(fit=fit, samples=samples)}
-    network = Network(name="steps", ranks=2, source="a test", measured=True, collectives=collectives)
+    steps = Collective(fit=fit, samples=samples)
+    network = Network(name="steps", ranks=2, source="a test", measured=True, collectives={"all_reduce": steps})
     made = plan(made_profile([50] * 8, [0.001] * 8), network, policy="optimal")
     assert [b.bytes for b in made.buckets] == [100] * 4
 
@@ -134,7 +136,7 @@ def test_a_plan_survives_its_file(policy: str) -> None:
 @pytest.mark.parametrize(("option", "value"), [("workers", 0), ("workers", -2), ("batch", 0), ("batch", 2**31)])
 def test_impossible_settings_are_named(option: str, value: int) -> None:
     with pytest.raises(Error, match=f"^{option}: expected 1 to 2,147,483,647, got {value}$"):
-        plan(model(), NETWORKS[0], **{option: value})
+        plan(model(), NETWORKS[0], **{option: value})  # type: ignore[arg-type]
 
 
 def test_a_stream_of_a_profile_has_its_breaks_and_its_end_of_backward() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hypothesis import strategies as st
 
-from dovetail.core.job import Job, Phase, Stage, ladder
-from dovetail.planning.sharing.pack import Cluster
+from dovetail.core.job import Job, JobPhase, Stage, ladder
+from dovetail.planning.sharing.pack import ClusterSize
 
-SMALL = Cluster(devices=6, node=4, device_bytes=100)
+SMALL = ClusterSize(devices=6, node=4, device_bytes=100)
 MODELS = (("bert", 0.165, 0.027), ("gpt2", 0.414, 0.020))
 """Device seconds and off-device seconds of an iteration."""
 
@@ -23,7 +24,7 @@ def jobs(draw: st.DrawFn, most: int = 8) -> list[Job]:
         kind = draw(st.sampled_from(["plain", "ladder", "burst", "elastic", "phases"]))
         workers = draw(st.integers(1, 4))
         iterations = draw(st.integers(1, 5))
-        common = {
+        common: dict[str, Any] = {
             "name": f"job {i}",
             "arrival": draw(st.integers(0, 12)) / 4,
             "off_device": draw(st.integers(0, 4)) / 4,
@@ -34,15 +35,15 @@ def jobs(draw: st.DrawFn, most: int = 8) -> list[Job]:
         if kind == "burst":
             widths = [workers, *draw(st.lists(st.integers(1, workers), max_size=2))]
             stages = tuple(Stage(seconds=draw(quarter), workers=w) for w in draw(st.permutations(widths)))
-            found.append(Job(phases=(Phase(iterations=iterations, workers=workers),), stages=stages, **common))
+            found.append(Job(phases=(JobPhase(iterations=iterations, workers=workers),), stages=stages, **common))
             continue
-        phases = [Phase(iterations=iterations, workers=workers)]
+        phases = [JobPhase(iterations=iterations, workers=workers)]
         if kind == "ladder":
-            phases = [Phase(iterations=iterations, workers=workers, depths=ladder(workers))]
+            phases = [JobPhase(iterations=iterations, workers=workers, depths=ladder(workers))]
         elif kind == "elastic":
-            phases = [Phase(iterations=iterations, workers=workers, min_workers=draw(st.integers(1, workers)))]
+            phases = [JobPhase(iterations=iterations, workers=workers, min_workers=draw(st.integers(1, workers)))]
         elif kind == "phases":
-            phases.append(Phase(iterations=draw(st.integers(1, 3)), workers=draw(st.integers(1, 4))))
+            phases.append(JobPhase(iterations=draw(st.integers(1, 3)), workers=draw(st.integers(1, 4))))
         found.append(Job(phases=tuple(phases), forward=draw(quarter), backward=draw(quarter), **common))
     return found
 
@@ -58,7 +59,7 @@ def mix(count: int, seed: int, *, devices: int = 32, load: float = 0.0, iteratio
         job = Job(
             name=f"{name} {i}",
             arrival=now,
-            phases=(Phase(iterations=rounds, workers=workers),),
+            phases=(JobPhase(iterations=rounds, workers=workers),),
             forward=device / 3,
             backward=device * 2 / 3,
             off_device=off,

@@ -60,7 +60,7 @@ class Branches(nn.Module):
         right = F.relu(self.right(stem))
         right = self.drop(self.norm(self.again(right)))
         joined = torch.cat([left, right, stem * self.scale], 1)
-        return self.head(F.adaptive_avg_pool2d(joined, 2).flatten(1))
+        return self.head(F.adaptive_avg_pool2d(joined, 2).flatten(1))  # type: ignore[no-any-return]
 
 
 BRANCHES = ("stem", "left", "right", "again", "norm", "drop", "head")
@@ -103,6 +103,7 @@ def chain(layers: list[nn.Module], x: Tensor) -> Tensor:
     value: Any = x
     for layer in layers:
         value = layer(*value) if isinstance(value, tuple) else layer(value)
+    assert isinstance(value, Tensor)
     return value
 
 

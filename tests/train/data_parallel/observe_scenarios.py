@@ -1,4 +1,4 @@
-"""What the tests of the observer of DDP steps run on every rank."""
+"""What the tests of the observer of DDP iterations run on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.train.data_parallel.observe import Observer, Step
+from dovetail.train.data_parallel.observe import ObservedIteration, Observer
 
 
 class Recomputed(nn.Module):
@@ -30,20 +30,20 @@ class Recomputed(nn.Module):
 
 
 def watched(static: bool = False, reentrant: bool = True) -> dict[str, Any]:
-    """Of each step that was announced: how many parameters had a gradient, and whether all ranks had the same."""
+    """Of each iteration that was announced: how many parameters had a gradient, and whether all ranks had the same."""
     model = Recomputed(reentrant=reentrant)
     ddp = TorchDDP(model, static_graph=static)
     parameters = list(model.parameters())
     seen: list[int] = []
     same: list[bool] = []
 
-    def on_step(step: Step) -> None:
-        seen.append(len({index for index, _ in step.ready}))
+    def on_iteration(iteration: ObservedIteration) -> None:
+        seen.append(len({index for index, _ in iteration.ready}))
         said: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(said, [None if p.grad is None else p.grad.tolist() for p in parameters])
         same.append(all(theirs == said[0] and None not in theirs for theirs in said))
 
-    observer = Observer(ddp, parameters, on_step)
+    observer = Observer(ddp, parameters, on_iteration)
     observer.watch(every_gradient=True)
     for i in range(3):
         x = torch.full((2, 4), 1.0 + dist.get_rank() + i, requires_grad=True)
@@ -51,7 +51,7 @@ def watched(static: bool = False, reentrant: bool = True) -> dict[str, Any]:
         observer.before_forward()
         output = ddp(x)
         observer.after_forward()
-        if not reentrant:  # gradients of something else, asked for through the same outputs, are no step
+        if not reentrant:  # gradients of something else, asked for through the same outputs, are no iteration
             torch.autograd.grad(output.sum(), x, retain_graph=True)
         output.square().sum().backward()
     pickle.dumps(dict(ddp._forward_hooks))  # whoever saves a whole module saves its hooks

@@ -31,7 +31,7 @@ from .overlap_scenarios import OPTIMIZERS, Bag, both, difference, loss, refusal
 def refusals() -> dict[str, str]:
     """What cannot work says so when it is wrapped."""
 
-    def ours(module: nn.Module, **given: Any) -> Any:
+    def ours(module: Any, **given: Any) -> Any:
         return dovetail.DistributedDataParallel(module, overlap="forward", **given)
 
     model = ours(nn.Linear(4, 4))
@@ -57,7 +57,7 @@ def refusals() -> dict[str, str]:
         "twice": lambda: dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model),
         "stranger": lambda: dovetail.optimizer(torch.optim.SGD([stranger], lr=0.1), other),
         "plain model": lambda: dovetail.optimizer(held, nn.Linear(2, 2)),
-        "word": lambda: dovetail.DistributedDataParallel(nn.Linear(2, 2), overlap="backward"),
+        "word": lambda: dovetail.DistributedDataParallel(nn.Linear(2, 2), overlap="backward"),  # type: ignore[arg-type]
         "sparse": lambda: ours(nn.Embedding(4, 4, sparse=True)),
         "dtypes": lambda: ours(mixed),
         "hook": lambda: model.register_comm_hook(None, lambda *_: None),
@@ -155,8 +155,8 @@ def _buckets(model: Any) -> list[list[str]]:
 
 
 def dropped() -> list[bool]:
-    """Whether a model goes when nobody holds it any more, with parameters on their way."""
-    gone = []
+    """Whether a model is freed when nobody holds it any more, with parameters on their way."""
+    freed = []
     for steps in (0, 2):
         model, optimizer = both(OPTIMIZERS["sgd"])[1]
         for step in range(steps):
@@ -165,8 +165,8 @@ def dropped() -> list[bool]:
         inner = weakref.ref(model.module)
         del model, optimizer
         gc.collect()
-        gone.append(inner() is None)
-    return gone
+        freed.append(inner() is None)
+    return freed
 
 
 def rings(elements: int, piece: int) -> dict[str, bool]:

@@ -44,7 +44,8 @@ class Bag(nn.Module):
         torch.manual_seed(0)
         self.table, self.out = nn.Embedding(16, 12), nn.Linear(12, 16, bias=False)
         self.out.weight = self.table.weight
-        self.conv = nn.Conv2d(2, 4, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 4, 3, padding=1, bias=False)
+        self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norm = nn.BatchNorm2d(4)
         self.attention = nn.MultiheadAttention(12, 2, bias=False, batch_first=True)
         self.recurrent = nn.LSTM(12, 12, batch_first=True)
@@ -119,7 +120,7 @@ def _elements(optimizer: torch.optim.Optimizer) -> int:
 def grouped_and_scheduled() -> float:
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         ps = list(parameters)
-        groups = [{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.002, "weight_decay": 0.1}]
+        groups: list[dict[str, Any]] = [{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.002, "weight_decay": 0.1}]
         return torch.optim.AdamW(groups, lr=0.01)
 
     (theirs, a), (ours, b) = both(make)
@@ -234,7 +235,7 @@ def _pickled(module: nn.Module) -> list[torch.Tensor]:
     return list(torch.load(buffer, weights_only=False).parameters())
 
 
-def _evaluated(model: nn.Module) -> list[torch.Tensor]:
+def _evaluated(model: Any) -> list[torch.Tensor]:
     """One rank alone evaluates, past the wrapper, in the middle of training."""
     if dist.get_rank() > 0:
         return [torch.zeros(1)]
@@ -247,7 +248,7 @@ def _evaluated(model: nn.Module) -> list[torch.Tensor]:
 def planned() -> dict[str, Any]:
     """Through the whole of planning, on real steps, and beyond it."""
     theirs = TorchDDP(Bag())
-    ours = dovetail.DistributedDataParallel(Bag(), overlap="forward", bucket_cap_mb=CAP, tuning=QUICK)
+    ours: Any = dovetail.DistributedDataParallel(Bag(), overlap="forward", bucket_cap_mb=CAP, tuning=QUICK)
     a, make = OPTIMIZERS["adam"](theirs.parameters()), OPTIMIZERS["adam"]
     before = ours.explain()
     b = dovetail.optimizer(make(ours.parameters()), ours)
@@ -346,30 +347,6 @@ def trains(way: str) -> float:
             WAYS[way](model, opt, step)
             opt.zero_grad()
     return difference(ours, theirs)
-
-
-def recorded() -> dict[str, Any]:
-    """Steps as a timeline, and what that says of them."""
-    model = dovetail.DistributedDataParallel(Bag(), overlap="forward", bucket_cap_mb=CAP, plan=None)
-    optimizer = dovetail.optimizer(OPTIMIZERS["sgd"](model.parameters()), model)
-    with model.record() as recording:
-        for step in range(3):
-            optimizer.zero_grad()
-            loss(model, step).backward()
-            optimizer.step()
-    timeline = recording.timeline()
-    timeline.check()
-    names = [s.name for s in timeline.spans if s.kind == "communication"]
-    return {
-        "kinds": sorted({s.kind for s in timeline.spans} - {"wait"}),
-        "tracks": sorted({s.track for s in timeline.spans}),
-        "scatters": sum(name.startswith("reduce-scatter") for name in names),
-        "gathers": sum(name.startswith("all-gather") for name in names),
-        "buckets": len(model.exchange.buckets),
-        "start": min(s.start for s in timeline.spans),
-        "backwards": sum(s.kind == "backward" for s in timeline.spans),
-        "watching": model.exchange.watching,
-    }
 
 
 def hinted() -> str:

@@ -20,9 +20,11 @@ from dovetail import Tuning, planning
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
-from dovetail.train.data_parallel import trials, tuner
+from dovetail.train.data_parallel import trials
+from dovetail.train.data_parallel import tuner as tuner_module
+from dovetail.train.data_parallel.forward_overlap import ForwardOverlap
 from dovetail.train.data_parallel.module import DistributedDataParallel
-from dovetail.train.data_parallel.observe import Step
+from dovetail.train.data_parallel.observe import ObservedIteration
 from dovetail.train.integrations import buckets
 
 QUICK = Tuning(warmup=1, measure=3, candidates=3, settle=2, steps=2, rounds=2, network_seconds=0.2)
@@ -35,6 +37,12 @@ def net(width: int = 48, depth: int = 6) -> nn.Module:
     return nn.Sequential(nn.Linear(16, width), *hidden, nn.Linear(width, 4))
 
 
+def same_gradients(one: nn.Module, other: nn.Module, same: Callable[..., bool] = torch.equal) -> bool:
+    """Whether two models have the same gradients, None where the other has None."""
+    pairs = [(p.grad, q.grad) for p, q in zip(one.parameters(), other.parameters(), strict=True)]
+    return all(p is q is None or (p is not None and q is not None and same(p, q)) for p, q in pairs)
+
+
 def batch(step: int) -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
 
@@ -45,12 +53,14 @@ def preferring(position: int, *, by: float = 0.5) -> Iterator[None]:
 
     Only the candidates and their measured times are replaced; everything they lead to is real.
     """
-    real, real_candidates = tuner.compete, planning.candidates
+    tuner: Any = tuner_module
+    planner: Any = planning
+    real, real_candidates = tuner.compete, planner.candidates
 
     def three(profile: Profile, network: Network, **_: Any) -> list[Plan]:
         return [planning.plan(profile, network, policy=p) for p in ("ddp", "threshold:0.02", "per-tensor")]
 
-    def fake(*given: Any, use: Callable[[int], None], **more: Any) -> Generator[None, Step, int]:
+    def fake(*given: Any, use: Callable[[int], None], **more: Any) -> Generator[None, ObservedIteration, int]:
         now = 0
 
         def using(which: int) -> None:
@@ -58,21 +68,23 @@ def preferring(position: int, *, by: float = 0.5) -> Iterator[None]:
             now = which
             use(which)
 
-        more["seconds"] = lambda step: 1.0 - by if now == position else 1.0 + 0.01 * now
-        return (yield from real(*given, use=using, **more))
+        more["seconds"] = lambda _: 1.0 - by if now == position else 1.0 + 0.01 * now
+        kept: int = yield from real(*given, use=using, **more)
+        return kept
 
-    tuner.compete, planning.candidates = fake, three
+    tuner.compete, planner.candidates = fake, three
     try:
         yield
     finally:
-        tuner.compete, planning.candidates = real, real_candidates
+        tuner.compete, planner.candidates = real, real_candidates
 
 
 def follows_torch(keep: int, **keywords: Any) -> dict[str, Any]:
     """Trains with torch's DDP and with dovetail's side by side through the whole of tuning, and beyond."""
     warnings.simplefilter("ignore")
-    pairs = []
-    for kind, more in ((TorchDDP, {}), (DistributedDataParallel, {"tuning": QUICK})):
+    pairs: list[tuple[Any, torch.optim.Optimizer]] = []
+    kinds: list[tuple[Any, dict[str, Any]]] = [(TorchDDP, {}), (DistributedDataParallel, {"tuning": QUICK})]
+    for kind, more in kinds:
         model = kind(net(), **keywords, **more)
         pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)))
     different = []
@@ -82,10 +94,10 @@ def follows_torch(keep: int, **keywords: Any) -> dict[str, Any]:
             with preferring(keep):
                 model(batch(step)).square().mean().backward()
             optimizer.step()
-        ours, theirs = (list(m.parameters()) for m, _ in pairs)
+        parameters = [list(m.parameters()) for m, _ in pairs]
         # More than two ranks add in an order that depends on where a bucket begins, with torch's own caps as well.
         same = torch.equal if dist.get_world_size() == 2 else torch.allclose
-        if not all(same(p, q) for p, q in zip(ours, theirs, strict=True)):
+        if not all(same(p, q) for p, q in zip(*parameters, strict=True)):
             different.append(step)
     ours = pairs[1][0]
     return {
@@ -104,7 +116,7 @@ def follows_torch(keep: int, **keywords: Any) -> dict[str, Any]:
 
 def doubtful(spread: float) -> bool:
     """Whether a plan that is 3 % faster by the median replaces torch's buckets when steps vary by this share."""
-    from dovetail.train.data_parallel.trial_report import Trial
+    from dovetail.train.data_parallel.trials import Trial
 
     plan = own_plan()
     both = [
@@ -119,6 +131,7 @@ def near_tie(gain: float) -> str:
     for step in range(STEPS):
         with preferring(1, by=gain):
             model(batch(step)).sum().backward()
+    assert model.report.kept is not None
     return model.report.kept.label
 
 
@@ -136,7 +149,7 @@ def accumulates() -> dict[str, Any]:
             if dist.get_rank() == 0:
                 with torch.no_grad():
                     model(batch(step))
-        equal &= all(torch.equal(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+        equal &= same_gradients(ours, theirs)
     return {"equal": equal, "state": ours.report.state, "steps": ours.report.steps}
 
 
@@ -148,7 +161,7 @@ class TwoHeads(nn.Module):
         self.body, self.used, self.unused = nn.Linear(16, 8), nn.Linear(8, 4), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(self.body(x))
+        return self.used(self.body(x))  # type: ignore[no-any-return]
 
 
 class Mixed(nn.Module):
@@ -158,7 +171,7 @@ class Mixed(nn.Module):
         self.a, self.b = nn.Linear(16, 8), nn.Linear(8, 4).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).double())
+        return self.b(self.a(x).double())  # type: ignore[no-any-return]
 
 
 class Sparse(nn.Module):
@@ -167,11 +180,12 @@ class Sparse(nn.Module):
         self.table, self.out = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.table(x.argmax(dim=1)))
+        return self.out(self.table(x.argmax(dim=1)))  # type: ignore[no-any-return]
 
 
 def falls_back() -> dict[str, tuple[str, bool]]:
     """Every case in which planning is impossible: (the reason given, whether gradients equal torch's)."""
+    from torch._C._distributed_c10d import BuiltinCommHookType
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     warnings.simplefilter("ignore")
@@ -182,25 +196,20 @@ def falls_back() -> dict[str, tuple[str, bool]]:
         "sparse": (Sparse, {}, None),
         "compiled": (lambda: torch.compile(net(), backend="eager"), {}, None),
         "hook": (net, {}, lambda m: m.register_comm_hook(None, fp16_compress_hook)),
-        "builtin hook": (net, {}, lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)),
+        "builtin hook": (net, {}, lambda m: m._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)),
     }
     for name, (build, keywords, after) in cases.items():
-        models = []
+        models: list[Any] = []
         for kind in (TorchDDP, DistributedDataParallel):
             torch.manual_seed(0)
-            model = kind(build(), **keywords)
+            model: Any = kind(build(), **keywords)
             if after:
                 after(model)
             for step in range(4):
                 model.zero_grad()
                 model(batch(step)).sum().backward()
             models.append(model)
-        pairs = zip(*(m.parameters() for m in models), strict=True)
-        equal = all(
-            (p.grad is None) == (q.grad is None)
-            and (p.grad is None or torch.equal(p.grad.to_dense(), q.grad.to_dense()))
-            for p, q in pairs
-        )
+        equal = same_gradients(models[0], models[1], lambda p, q: torch.equal(p.to_dense(), q.to_dense()))
         results[name] = (models[1].report.reason, equal)
     return results
 
@@ -209,15 +218,14 @@ def compiled_outside() -> dict[str, Any]:
     """torch.compile around the wrapper: planning watches from outside the graph."""
     warnings.simplefilter("ignore")
     model = DistributedDataParallel(net(), tuning=QUICK)
-    compiled, theirs = torch.compile(model, backend="eager"), TorchDDP(net())
+    compiled: Any = torch.compile(model, backend="eager")
+    theirs = TorchDDP(net())
     equal = True
     for step in range(STEPS):
         for m in (compiled, theirs):
             m.zero_grad()
             m(batch(step)).sum().backward()
-        equal &= all(
-            torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), theirs.parameters(), strict=True)
-        )
+        equal &= same_gradients(model, theirs, torch.allclose)
     return {"equal": equal, "state": model.report.state}
 
 
@@ -259,7 +267,7 @@ def dies(step_of_death: int) -> str:
 
 
 def own_plan(policy: str = "threshold:0.02") -> Plan:
-    profile = dovetail.measure.profiler(net(), torch.randn(8, 16), steps=2, warmup=1, batches=[8])
+    profile = dovetail.measure.profile(net(), torch.randn(8, 16), steps=2, warmup=1, batches=[8])
     box = [planning.plan(profile, dovetail.measure.preset("10gbe-2"), policy=policy)]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -269,7 +277,10 @@ def given_plan(path: str) -> dict[str, Any]:
     import os
 
     plan = own_plan()
-    models = {"given": DistributedDataParallel(net(), plan=plan), "keywords": TorchDDP(net(), **plan.ddp_kwargs())}
+    models: dict[str, Any] = {
+        "given": DistributedDataParallel(net(), plan=plan),
+        "keywords": TorchDDP(net(), **plan.ddp_kwargs()),
+    }
     if dist.get_rank() == 0:
         dovetail.write(path, plan)
     dist.barrier()
@@ -292,17 +303,16 @@ def given_plan(path: str) -> dict[str, Any]:
 def wrong_plans() -> list[str]:
     plan = own_plan()
     said = []
-    for build, keywords in (
-        (lambda: net(depth=5), {"plan": plan}),
-        (lambda: net(width=47), {"plan": plan}),
-        (net, {"plan": plan, "bucket_cap_mb": 10}),
-        (net, {"plan": "fastest"}),
-        (net, {"tuning": {"steps": 0}}),
-    ):
+    attempts: list[Callable[[], Any]] = [
+        lambda: DistributedDataParallel(net(depth=5), plan=plan),
+        lambda: DistributedDataParallel(net(width=47), plan=plan),
+        lambda: DistributedDataParallel(net(), plan=plan, bucket_cap_mb=10),
+        lambda: DistributedDataParallel(net(), plan="fastest"),  # type: ignore[arg-type]
+        lambda: DistributedDataParallel(net(), tuning=Tuning(steps=0)),
+    ]
+    for attempt in attempts:
         try:
-            if isinstance(keywords.get("tuning"), dict):
-                keywords["tuning"] = Tuning(**keywords["tuning"])  # type: ignore[arg-type]
-            DistributedDataParallel(build(), **keywords)  # type: ignore[arg-type]
+            attempt()
         except dovetail.Error as e:
             said.append(str(e))
     return said
@@ -315,7 +325,8 @@ def states() -> dict[str, bool]:
         ours(batch(step)).sum().backward()
         with torch.no_grad():
             for p in ours.parameters():
-                p -= 0.01 * p.grad
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=0.01)
     theirs.load_state_dict(ours.state_dict())
     there = all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     fresh = DistributedDataParallel(net())
@@ -337,35 +348,27 @@ def states() -> dict[str, bool]:
     }
 
 
-def records() -> dict[str, Any]:
-    ours, theirs = DistributedDataParallel(net(), plan=own_plan()), TorchDDP(net())
-    equal = True
-    with ours.record() as recording:
-        for step in range(5):
-            for model in (ours, theirs):
-                model.zero_grad()
-                model(batch(step)).sum().backward()
-            pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-            equal &= all(torch.equal(p.grad, q.grad) for p, q in pairs)
-    for step in range(4):  # and the module works on without the recorder
-        ours(batch(step)).sum().backward()
-    timeline = recording.timeline()
-    timeline.check()
-    busy = DistributedDataParallel(net())
+def subclasses() -> dict[str, Any]:
+    """Classes of the user's own, with overlap and without."""
+
+    class Mine(DistributedDataParallel):
+        pass
+
+    class Theirs(ForwardOverlap):
+        pass
+
     try:
-        with busy.record():
-            refused = ""
+        Mine(net(), overlap="forward")
+        refused = "nothing"
     except dovetail.Error as e:
         refused = str(e)
+    made = {"plain": Mine(net(), plan=None), "overlapping": Theirs(net(), overlap="forward", plan=None)}
+    for model in made.values():
+        model(batch(0)).sum().backward()
+    kinds = {"plain": DistributedDataParallel, "overlapping": ForwardOverlap}
     return {
-        "equal": equal,
-        "steps": sum(s.kind == "forward" for s in timeline.spans),
-        "bytes": sum(s.bytes for s in timeline.spans),
-        "parameters": sum(p.numel() * 4 for p in ours.parameters()),
-        "tracks": sorted({s.track for s in timeline.spans}),
-        "buckets": sum(s.kind == "communication" for s in timeline.spans),
-        "used": buckets(ours),
         "refused": refused,
+        **{name: [type(model).__name__, isinstance(model, kinds[name])] for name, model in made.items()},
     }
 
 

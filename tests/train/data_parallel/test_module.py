@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "given plan": (scenarios.given_plan, {"path": str(plan)}),
         "wrong plans": (scenarios.wrong_plans, {}),
         "states": (scenarios.states, {}),
-        "records": (scenarios.records, {}),
+        "subclasses": (scenarios.subclasses, {}),
     }
     reports = run_all(list(calls.values()))
     return lambda name: [rank[list(calls).index(name)] for rank in reports]
@@ -94,7 +94,7 @@ def test_where_planning_cannot_work_it_is_torchs_ddp_and_says_why(runs: Runs) ->
             assert words in result[name][0]
 
 
-def test_the_reason_is_said_once_and_on_the_first_rank(runs: Runs) -> None:
+def test_the_reason_is_logged_once_on_the_first_rank_only(runs: Runs) -> None:
     first, second = runs("says so once")
     assert len(first) == 1 and "several dtypes" in first[0] and second == []
 
@@ -122,7 +122,7 @@ def test_a_planner_that_fails_on_one_rank_ends_planning_on_all(runs: Runs) -> No
 @pytest.mark.parametrize("step", [2, 4, 9], ids=["while measuring", "at the agreement", "while trying"])
 def test_a_rank_that_dies_ends_the_others_with_an_error(step: int) -> None:
     with pytest.raises(LaunchError) as caught:
-        run_ranks(scenarios.dies, step_of_death=step, timeout=120)
+        run_ranks(scenarios.dies, step_of_death=step, timeout=400)
     assert "did not end" not in str(caught.value)
 
 
@@ -149,10 +149,7 @@ def test_state_goes_both_ways_between_torchs_ddp_and_ours(runs: Runs) -> None:
         assert all(result.values()), result
 
 
-def test_recorded_steps_show_every_bucket_and_leave_gradients_alone(runs: Runs) -> None:
-    for rank, result in enumerate(runs("records")):
-        assert result["equal"] and result["steps"] == 3
-        assert result["bytes"] == 3 * result["parameters"]
-        assert result["buckets"] == 3 * len(result["used"])
-        assert result["tracks"] == [f"rank {rank}/compute", f"rank {rank}/network"]
-        assert "planning is still going on" in result["refused"]
+def test_subclasses_are_made_as_themselves_or_refused_in_one_line(runs: Runs) -> None:
+    for result in runs("subclasses"):
+        assert result["plain"] == ["Mine", True] and result["overlapping"] == ["Theirs", True]
+        assert "expected dovetail.DistributedDataParallel itself, got its subclass" in result["refused"]

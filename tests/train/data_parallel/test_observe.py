@@ -1,4 +1,4 @@
-"""Where a step of a DDP module ends, also when backward passes run inside the backward pass."""
+"""Where an iteration of a DDP module ends, also when backward passes run inside the backward pass."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def runs() -> list[list[dict[str, object]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_ends_when_all_gradients_are_there_and_reduced(runs: list[list[dict[str, object]]], case: str) -> None:
+def test_an_iteration_ends_when_all_gradients_are_there_and_reduced(
+    runs: list[list[dict[str, object]]], case: str
+) -> None:
     for rank in runs:
         assert rank[list(CASES).index(case)] == {"seen": [6, 6, 6], "same": [True] * 3, "hooks": 0}

@@ -16,7 +16,7 @@ from dovetail.train.partial.module import PartialBackprop
 from dovetail.train.partial.segments import cut
 
 from .depth_models import build, cuts, inputs, loss
-from .depth_scenarios import difference, identical, oracle, partial
+from .depth_scenarios import HANGS, difference, identical, oracle, partial, plan_of, wrapped_module
 
 
 def guarded(steps: int, epsilon: float, *, optimizer: str = "Adam", annealed: bool = False) -> dict[str, Any]:
@@ -57,10 +57,11 @@ def _noise(ours: PartialBackprop, learner: Any, data: list[torch.Tensor]) -> lis
         one = copy.deepcopy(ours.module)
         one.zero_grad()
         loss(one(batch)).backward()
-        gradients.append([p.grad for p in one.parameters()])
-    home = {n: s for s, seg in enumerate(ours.plan.segments) for n in ours.plan.layers[seg.start : seg.stop]}
+        gradients.append([p.grad for p in one.parameters() if p.grad is not None])
+    plan = plan_of(ours)
+    home = {n: s for s, seg in enumerate(plan.segments) for n in plan.layers[seg.start : seg.stop]}
     result = []
-    for segment in range(len(ours.plan.segments)):
+    for segment in range(len(plan.segments)):
         squares, mean_square = [0.0] * len(data), 0.0
         for i, (name, parameter) in enumerate(ours.module.named_parameters()):
             if home[name.rpartition(".")[0]] != segment:
@@ -82,8 +83,10 @@ def slow_for_a_while() -> dict[str, Any]:
     for step in range(16):
         depths.append(list(ours.depths))
         loss(ours(inputs("skips", 3, 10 * step + rank))).backward()
-        fraction = 1 + 2 * depths[-1][rank] / ours._segments.count
-        ours._last_spent = fraction * (3.0 if rank == k - 1 and 2 <= step < 8 else 1.0)
+        planned = ours._planned
+        assert planned is not None
+        fraction = 1 + 2 * depths[-1][rank] / len(planned.plan.segments)
+        planned._seconds_per_sample = fraction * (3.0 if rank == k - 1 and 2 <= step < 8 else 1.0)
         same &= identical(ours.module)
         ours.zero_grad()
     return {"depths": depths, "same": same}
@@ -101,7 +104,7 @@ def phases() -> dict[str, Any]:
         PartialBackprop(model, plan, guard=None)
     except Error as e:
         said["without"] = str(e)
-    ours = PartialBackprop(model, plan, guard=None, steps=6, timeout=60)
+    ours = PartialBackprop(model, plan, guard=None, steps=6, timeout=HANGS)
     try:
         copy.deepcopy(ours)
     except Error as e:
@@ -110,7 +113,7 @@ def phases() -> dict[str, Any]:
     for step in range(6):
         depths.append(list(ours.depths))
         loss(ours(inputs("skips", 3, 10 * step + rank))).backward()
-    resumed = PartialBackprop(model, plan, guard=None, steps=6, timeout=60)
+    resumed = PartialBackprop(model, plan, guard=None, steps=6, timeout=HANGS)
     resumed.resume(4)
     loss(resumed(inputs("skips", 3, rank))).backward()
     said["resumed"] = f"{resumed.step} {resumed.depths}"
@@ -134,7 +137,7 @@ def launched_early() -> dict[str, Any]:
     ours._courier._reduce = watched  # type: ignore[method-assign]
     arrived: list[bool] = []
     if rank == k - 1:
-        ours.module.scale.register_hook(lambda _: arrived.append(delivered.wait(20)))
+        wrapped_module(ours).scale.register_hook(lambda _: arrived.append(delivered.wait(HANGS)))
     for step in range(2):
         delivered.clear()
         loss(ours(inputs("skips", 3, 10 * step + rank))).backward()
@@ -153,16 +156,20 @@ def merged() -> dict[str, Any]:
     box = [profile]
     dist.broadcast_object_list(box, src=0)
     plan = planner.plan(box[0], network, workers=k, policy="ladder")
-    ours = PartialBackprop(model, plan, guard=None, profile=box[0], network=network, merging="per-tensor", timeout=60)
+    ours = PartialBackprop(
+        model, plan, guard=None, profile=box[0], network=network, merging="per-tensor", timeout=HANGS
+    )
     data = [inputs("transformer", 3, w) for w in range(k)]
     expected = oracle(model, plan, list(range(1, k + 1)), data, [1.0] * k)
     loss(ours(data[rank])).backward()
+    assert ours._planned is not None
+    buckets = ours._planned._buckets
     return {
         "worst": difference(model, expected),
         "same": identical(model),
-        "buckets": len(ours._buckets),
+        "buckets": len(buckets),
         "tensors": len(list(model.parameters())),
-        "sent": [bucket.segment for bucket in ours._buckets],
+        "sent": [bucket.segment for bucket in buckets],
     }
 
 

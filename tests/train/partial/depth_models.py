@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dovetail.core.depth_plan import DepthPlan
+from dovetail.train.partial.segments import cut
+
 
 class Convolutions(nn.Module):
     """Blocks with batch norms and in-place activations."""
@@ -22,10 +25,7 @@ class Convolutions(nn.Module):
         )
         self.head = nn.Linear(4, 3)
 
-    def _block(self) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
 
 
@@ -38,7 +38,7 @@ class Transformer(nn.Module):
         )
         self.head = nn.Linear(8, 11)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -46,7 +46,7 @@ class Transformer(nn.Module):
 
 
 class Skips(nn.Module):
-    """Everything is fed by everything before: connections across every cut."""
+    """Every block takes the outputs of all blocks before it: connections cross every cut."""
 
     def __init__(self, blocks: int = 8) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Skips(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(blocks))
         self.head = nn.Linear(6 * (blocks + 1), 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         seen = [x * self.scale]
         for block in self.blocks:
             y = torch.sin(block(sum(seen)))
@@ -73,7 +73,7 @@ class Tied(nn.Module):
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
@@ -89,7 +89,7 @@ class Checkpointed(nn.Module):
         self.head = nn.Linear(6, 2)
         self.reentrant = reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         from torch.utils.checkpoint import checkpoint
 
         x = torch.tanh(self.blocks[0](x))
@@ -99,7 +99,7 @@ class Checkpointed(nn.Module):
 
 
 class Unused(nn.Module):
-    """Has a head that nobody calls, and a layer that the user has frozen."""
+    """Has a head that forward never calls, and a layer that the user has frozen."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Unused(nn.Module):
         self.spare = nn.Linear(6, 6)
         self.head = nn.Linear(6, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.head(self.blocks(x))
 
 
@@ -120,7 +120,7 @@ class Forgetful(nn.Module):
         self.blocks = nn.Sequential(*(nn.Linear(6, 6) for _ in range(blocks)))
         self.head = nn.Linear(6, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.blocks[:2](x)
         with torch.set_grad_enabled(x.requires_grad):
             x = self.blocks[2:](x)
@@ -128,14 +128,14 @@ class Forgetful(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Wants a gradient of an activation: nothing that a frozen prefix can give."""
+    """Asks for the gradient of an activation, which a frozen prefix does not have."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(nn.Linear(6, 6) for _ in range(blocks)))
         self.head = nn.Linear(6, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.blocks[0](x)
         x.retain_grad()
         return self.head(self.blocks[1:](x))
@@ -144,14 +144,14 @@ class Hooked(nn.Module):
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    nothing = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    nothing: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=8, **nothing))
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    nothing = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    nothing: dict[str, Any] = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     config = BertConfig(
         num_hidden_layers=4,
         hidden_size=8,
@@ -197,10 +197,18 @@ def inputs(kind: str, samples: int, seed: int, *, dtype: torch.dtype = torch.flo
 def loss(output: Any) -> torch.Tensor:
     """The mean over samples of something that depends on every output."""
     value = getattr(output, "logits", output)
-    return (value * torch.linspace(-1, 2, value.shape[-1], dtype=value.dtype)).sin().square().sum() / len(value)
+    weights = torch.linspace(-1, 2, value.shape[-1], dtype=value.dtype)
+    result: torch.Tensor = (value * weights).sin().square().sum() / len(value)
+    return result
 
 
 def cuts(kind: str, segments: int, blocks: int) -> list[str]:
     """Cut points that spread the blocks evenly; the first segment begins with the model."""
     at = [round(i * blocks / segments) for i in range(1, segments)]
     return [f"{BLOCKS.get(kind, 'blocks')}.{i}" for i in at]
+
+
+def linear_plan(batches: tuple[int, ...] = (5, 3)) -> DepthPlan:
+    """Two workers, depths 1 and 2, for a chain of five linear layers."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 2))
+    return cut(model, torch.randn(4, 6), at=["2"], depths=[1, 2], batches=batches)

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error
 from dovetail.train.partial.module import PartialBackprop
 from dovetail.train.partial.segments import cut
 
 from .depth_models import build, cuts, inputs, loss
+
+HANGS = 300.0  # seconds after which something that is bound to happen counts as hanging
 
 
 def digest(model: nn.Module) -> str:
@@ -64,8 +67,8 @@ def oracle(
         layer = name.rpartition(".")[0] or type(model).__name__
         chosen = [w for w, d in enumerate(depths) if d >= len(plan.segments) - home[layer]]
         total = sum(weights[w] for w in chosen)
-        mean = sum(per_worker[w][name] * weights[w] / total for w in chosen)
-        result[names[name]] = result.get(names[name], 0) + mean
+        mean = torch.stack([per_worker[w][name] * weights[w] / total for w in chosen]).sum(dim=0)
+        result[names[name]] = result[names[name]] + mean if names[name] in result else mean
     return result
 
 
@@ -79,6 +82,21 @@ def difference(model: nn.Module, expected: dict[str, torch.Tensor]) -> float:
             scale = float(expected[name].abs().max()) or 1.0
             worst = max(worst, float((parameter.grad - expected[name]).abs().max()) / scale)
     return worst
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients of all parameters that have one."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def wrapped_module(ours: PartialBackprop) -> Any:
+    """The user's own module, with the attributes of its class."""
+    return ours.module
+
+
+def plan_of(ours: PartialBackprop) -> DepthPlan:
+    assert ours.plan is not None
+    return ours.plan
 
 
 def exact(
@@ -96,7 +114,7 @@ def exact(
         sizes = [chance.randint(2, 5) if uneven else 3 for _ in range(k)]
         model = build(kind, **options)
         plan = cut(model, inputs(kind, 3, 0), at=cuts(kind, segments, blocks), depths=depths, batches=sizes)
-        ours = PartialBackprop(model, plan, guard=None, rotate=rotate, timeout=60)  # type: ignore[arg-type]
+        ours = PartialBackprop(model, plan, guard=None, rotate=rotate, timeout=HANGS)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
         for step in range(2):
             data = [inputs(kind, sizes[w], 1000 * step + w) for w in range(k)]
@@ -122,7 +140,7 @@ def partial(kind: str, depths: list[int], *, dtype: torch.dtype = torch.float64,
     model = build(kind, dtype=dtype)
     segments = max(depths)
     plan = cut(model, inputs(kind, 3, 0, dtype=dtype), at=cuts(kind, segments, 4), depths=depths)
-    return PartialBackprop(model, plan, **{"guard": None, "timeout": 60, **options})
+    return PartialBackprop(model, plan, **{"guard": None, "timeout": HANGS, **options})
 
 
 def accumulates() -> dict[str, Any]:
@@ -143,7 +161,7 @@ def accumulates() -> dict[str, Any]:
     norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.01)
     true_norm = torch.stack([g.norm() for g in expected.values()]).norm()
     # Not zeroed: the next step adds to what is there, as DDP does.
-    before = {n: p.grad.clone() for n, p in ours.module.named_parameters()}
+    before = gradients(ours.module)
     again = oracle(ours.module, ours.plan, list(ours.depths), [d[0] for d in data], [float(s[0]) for s in sizes])
     loss(ours(data[rank][0])).backward()
     return {
@@ -163,10 +181,10 @@ def mixed_precision() -> dict[str, Any]:
         expected = oracle(ours.module, ours.plan, list(ours.depths), data, [1.0] * k)
         loss(ours(data[rank])).backward()
     worst, same = difference(ours.module, expected), identical(ours.module)
-    kinds = sorted({str(p.grad.dtype) for p in ours.parameters()})
+    kinds = sorted({str(g.dtype) for g in gradients(ours.module).values()})
     ours.zero_grad()
     (loss(ours(data[rank])) * (float("inf") if rank == k - 1 else 1.0)).backward()  # the deepest worker overflows
-    overflowed = all(not bool(p.grad.isfinite().all()) for p in ours.parameters())
+    overflowed = all(not bool(g.isfinite().all()) for g in gradients(ours.module).values())
     return {"worst": worst, "same": same, "dtypes": kinds, "overflowed": overflowed}
 
 
@@ -184,8 +202,8 @@ def statistics() -> dict[str, Any]:
     """Batch norms before the cut see every batch, and after a step all ranks hold the first rank's statistics."""
     k, rank = dist.get_world_size(), dist.get_rank()
     ours = partial("cnn", [1] + [2] * (k - 1))
-    norm = ours.module.blocks[0][1]
-    alone = copy.deepcopy(ours.module)
+    alone: Any = copy.deepcopy(ours.module)
+    norm = wrapped_module(ours).blocks[0][1]
     moved, equal = True, True
     for step in range(3):
         data = [inputs("cnn", 4, 10 * step + w) for w in range(k)]
@@ -210,7 +228,7 @@ def stays_out() -> dict[str, Any]:
                 with torch.no_grad():
                     model(inputs("tied", 2, 99))
                 model.train()
-                model(inputs("tied", 3, 98)).sum()  # nobody goes back through this
+                model(inputs("tied", 3, 98)).sum()  # no backward pass follows
             value = loss(model(inputs("tied", 3, 10 * step + rank)))
             value.backward()
             if disturbed:
@@ -242,7 +260,7 @@ def kept_bytes(kind: str, depth: int, segments: int) -> int:
 
 
 def refuses() -> dict[str, str]:
-    """One line each, on every rank, and nobody waits."""
+    """One line each, on every rank, and no rank waits for another."""
     k = dist.get_world_size()
     said: dict[str, str] = {}
 
@@ -261,7 +279,7 @@ def refuses() -> dict[str, str]:
     attempt("reentrant", lambda: step(reentrant(ladder), "checkpointed"))
     attempt("lost", lambda: step(partial("forgetful", ladder), "forgetful"))
     attempt("workers", lambda: partial("skips", [*ladder, k]))
-    attempt("other model", lambda: PartialBackprop(build("tied"), partial("cnn", ladder).plan, guard=None))
+    attempt("other model", lambda: PartialBackprop(build("tied"), plan_of(partial("cnn", ladder)), guard=None))
     attempt("other options", lambda: partial("skips", ladder, uneven_use=dist.get_rank() == 0))
     attempt("rotate", lambda: partial("skips", ladder, rotate="both"))
     attempt("cut", lambda: partial("skips", ladder[:-1]))
@@ -271,4 +289,4 @@ def refuses() -> dict[str, str]:
 def reentrant(depths: list[int]) -> PartialBackprop:
     model = build("checkpointed", reentrant=True)
     plan = cut(model, inputs("checkpointed", 3, 0), at=cuts("checkpointed", max(depths), 4), depths=depths)
-    return PartialBackprop(model, plan, guard=None, timeout=60)
+    return PartialBackprop(model, plan, guard=None, timeout=HANGS)

@@ -73,7 +73,7 @@ def runs() -> Runs:
         ranks, _, scenario = name.partition(": ")
         calls = {"2": TWO, "4": FOUR, "8": EIGHT}[ranks]
         if int(ranks) not in done:
-            done[int(ranks)] = run_all(list(calls.values()), ranks=int(ranks))
+            done[int(ranks)] = run_all(list(calls.values()), ranks=int(ranks), timeout=900)
         return [rank[list(calls).index(scenario)] for rank in done[int(ranks)]]
 
     return get
@@ -135,17 +135,6 @@ def test_phases_begin_at_their_step_on_all_ranks(runs: Runs) -> None:
         assert result["resumed"] == "5 (1, 2, 3, 4)"
 
 
-@pytest.mark.parametrize("kind", ["cnn", "transformer"])
-def test_activations_before_the_cut_are_not_kept(kind: str) -> None:
-    kept = [scenarios.kept_bytes(kind, depth, 4) for depth in (1, 2, 3, 4)]
-    per_segment = kept[3] - kept[2]
-    assert per_segment > 0
-    # Blocks are alike: a segment more keeps the same amount more, and depth 1 no more than one segment and the head.
-    assert kept[2] - kept[1] == pytest.approx(per_segment, rel=0.2)
-    assert kept[1] - kept[0] == pytest.approx(per_segment, rel=0.2)
-    assert kept[0] <= 1.6 * per_segment
-
-
 def test_the_guard_measures_in_the_optimisers_metric_and_follows_its_bound(runs: Runs) -> None:
     results = runs("4: guarded")
     for result in results:
@@ -197,7 +186,7 @@ def test_a_slow_worker_gets_a_shallower_depth_and_gets_it_back(runs: Runs) -> No
 
 def test_what_a_cut_would_break_is_refused_in_one_line_on_every_rank(runs: Runs) -> None:
     shallow, deep = runs("2: refuses")
-    assert "rank 0 at depth 1 of 2: the model does not bear a cut before layer 'blocks.2'" in shallow["hooked"]
+    assert "rank 0 at depth 1 of 2: the model cannot be cut before layer 'blocks.2'" in shallow["hooked"]
     assert "rank 0 has failed; its own message says why" in deep["hooked"]
     for said in (shallow, deep):
         assert "got a gradient in a backward pass inside another" in said["reentrant"]
@@ -213,7 +202,7 @@ def test_what_a_cut_would_break_is_refused_in_one_line_on_every_rank(runs: Runs)
 
 def test_a_killed_rank_ends_the_others_in_one_line() -> None:
     with pytest.raises(LaunchError, match="a rank was lost while gradients were on their way") as ended:
-        run_ranks(changes.dies, ranks=3, step_of_death=3, patience=20)
+        run_ranks(changes.dies, ranks=3, step_of_death=3, patience=60)
     assert sum(r.code == 5 for r in ended.value.results) >= 1
     said = [line for r in ended.value.results for line in r.stderr if "a rank was lost" in line]
     assert said and not any(".cc:" in line or "GLHF" in line for line in said), "gloo's sources are not the user's"

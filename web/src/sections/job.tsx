@@ -1,13 +1,13 @@
 // What the job is made of, what its network costs, what to do about it, and how it scales.
 
 import { Plot, Strip } from "../charts";
-import type { Depths, Kinds, Layers, Planned, Scaling, Wires } from "../document";
+import type { ComparisonSection, DepthsSection, LayersSection, NetworkSection, PlanSection, ScalingSection } from "../document";
 import { COLORS } from "../palette";
 import { AsTable, Legend, Sentences, Table, Words } from "../parts";
 import { Timeline } from "../timeline/view";
 import { integer, percent, rate, seconds, size } from "../units";
 
-export function Profile({ layers: p }: { layers: Layers }) {
+export function Profile({ layers: p }: { layers: LayersSection }) {
   const total = p.forward.reduce((a, b) => a + b, 0) + p.backward.reduce((a, b) => a + b, 0) || 1;
   const index = p.names.map((_, i) => i);
   const title = (i: number) => `${p.names[i]} (${p.types[i]}): forward ${seconds(p.forward[i])}, backward ` +
@@ -46,7 +46,7 @@ export function Profile({ layers: p }: { layers: Layers }) {
   );
 }
 
-export function Plan({ plan }: { plan: Planned }) {
+export function Plan({ plan }: { plan: PlanSection }) {
   // Where both modes stand in one table, torch's own is the one that sends whole all-reduces.
   const named = (name: string) => plan.policies.find((p) => p.name === name);
   const default_ = named("ddp (all-reduce)") ?? named("ddp");
@@ -65,7 +65,7 @@ export function Plan({ plan }: { plan: Planned }) {
         { name: "exposed", text: (p) => seconds(p.exposed), right: true },
         { name: "above bound", text: (p) => (p.bound ? percent(p.iteration / p.bound - 1, true) : ""), right: true },
         ...(default_ ? [{ name: "against ddp", right: true,
-          text: (p: Planned["policies"][number]) => percent(p.iteration / default_.iteration - 1, true) }] : []),
+          text: (p: PlanSection["policies"][number]) => percent(p.iteration / default_.iteration - 1, true) }] : []),
         { name: "how it cuts", text: (p) => <div class="wrapped">{p.how}</div> },
         ]} />}
       </AsTable>
@@ -82,7 +82,7 @@ export function Plan({ plan }: { plan: Planned }) {
   );
 }
 
-export function Depth({ depths: d }: { depths: Depths }) {
+export function Depth({ depths: d }: { depths: DepthsSection }) {
   return (
     <article>
       <h3>Partial backpropagation, {d.title}</h3>
@@ -100,7 +100,7 @@ export function Depth({ depths: d }: { depths: Depths }) {
   );
 }
 
-export function Compared({ kinds }: { kinds: Kinds }) {
+export function Compared({ kinds }: { kinds: ComparisonSection }) {
   return (
     <>
       <p>{kinds.sentence}</p>
@@ -114,7 +114,7 @@ export function Compared({ kinds }: { kinds: Kinds }) {
   );
 }
 
-export function Network({ wires }: { wires: Wires }) {
+export function Network({ wires }: { wires: NetworkSection }) {
   const colors = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"];
   const lines = wires.collectives.map((c, k) => ({
     name: c.name, color: colors[k % colors.length],
@@ -150,7 +150,7 @@ export function Network({ wires }: { wires: Wires }) {
   );
 }
 
-export function Scale({ scaling, colors }: { scaling: Scaling; colors: string[] }) {
+export function Scale({ scaling, colors }: { scaling: ScalingSection; colors: string[] }) {
   const workers = [...new Set(scaling.series.flatMap((s) => s.workers))].sort((a, b) => a - b);
   const ideal = { name: "ideal", color: "#7f7f7f", dashed: true, bare: true,
     marks: workers.map((w) => ({ x: w, y: w, title: "" })) };

@@ -1,6 +1,6 @@
 // A timeline in typed arrays: every question is a binary search, whatever the number of spans.
 
-import type { Drawn } from "../document";
+import type { DrawnTimeline } from "../document";
 
 function bytesOf(base64: string): ArrayBuffer {
   const text = atob(base64);
@@ -18,7 +18,7 @@ export class Spans {
   /** Per look, the seconds that spans [0, i) spend in it: coverage of any interval is two look-ups. */
   private readonly spent: Float64Array[];
 
-  constructor(readonly drawn: Drawn) {
+  constructor(readonly drawn: DrawnTimeline) {
     const { columns } = drawn;
     this.start = new Float64Array(bytesOf(columns.start));
     const duration = new Float32Array(bytesOf(columns.duration));

@@ -1,7 +1,7 @@
 // A timeline to look into: mouse, touch and keyboard, with words for those who do not see it.
 
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
-import type { Drawn, Look } from "../document";
+import type { DrawnTimeline, LegendEntry } from "../document";
 import { AsTable, Legend } from "../parts";
 import { colours, useColours } from "../theme";
 import { plural } from "../units";
@@ -9,13 +9,13 @@ import { Controller } from "./controller";
 import { HEAD, ROW } from "./draw";
 import { layout } from "./layout";
 import { Spans } from "./model";
-import { Totals, Visible } from "./words";
+import { Totals, Visible } from "./tables";
 
 const MOST_HEIGHT = 620;
 const KEYS = "Tab moves between tracks, ← and → between spans, + and − zoom, Shift with ← and → moves the picture, " +
   "Home and End go to the first and the last span, Enter zooms to the span, 0 shows everything.";
 
-export function Timeline({ drawn, what }: { drawn: Drawn[]; what: string }) {
+export function Timeline({ drawn, what }: { drawn: DrawnTimeline[]; what: string }) {
   const bare = drawn.filter((d) => !d.columns.count);
   return (
     <>
@@ -25,7 +25,7 @@ export function Timeline({ drawn, what }: { drawn: Drawn[]; what: string }) {
   );
 }
 
-function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
+function Picture({ drawn, what }: { drawn: DrawnTimeline[]; what: string }) {
   const all = useMemo(() => drawn.filter((d) => d.columns.count).map((d) => new Spans(d)), drawn);
   const plan = useMemo(() => layout(all), [all]);
   const canvas = useRef<HTMLCanvasElement>(null), axis = useRef<HTMLCanvasElement>(null);
@@ -113,8 +113,8 @@ function Picture({ drawn, what }: { drawn: Drawn[]; what: string }) {
 const HINT = "Point at a span, or press Tab and the arrow keys; Enter zooms to it, 0 shows all. Drag to move, Ctrl and wheel zoom.";
 
 /** Every look that occurs, once. */
-function looks(all: Spans[]): Look[] {
-  const found = new Map<string, Look>();
+function looks(all: Spans[]): LegendEntry[] {
+  const found = new Map<string, LegendEntry>();
   for (const s of all) for (const look of s.drawn.looks) found.set(look.label, look);
   return [...found.values()];
 }

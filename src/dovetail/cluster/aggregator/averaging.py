@@ -1,7 +1,7 @@
-"""From the workers' gradients to one per parameter: the mean over those who computed it, weighted by samples.
+"""Averages gradients: for every parameter the mean over the workers that computed it, weighted by samples.
 
-Gradients lie by segment, so workers of any depths are added up in a few runs of memory. Always in the order of the
-workers, whoever came first: the sum has the same bits whatever shares the devices.
+Gradients are stored by segment, so workers of any depths are added up in a few contiguous pieces. They are added in the
+order of the workers, whichever ended first: the sum has the same bits whatever else runs on the devices.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from dataclasses import dataclass
 import torch
 
 from dovetail.cluster.job.arena import Arena, Flats
-from dovetail.train.partial.courier import Delivery, Word
-from dovetail.train.partial.noise import OptimiserMetric
+from dovetail.train.partial.noise_monitor import NoiseMeasurement, OptimiserMetric
+from dovetail.train.partial.segments import contributors
 
 CHUNK = 1 << 16
-"""Elements that are summed over all workers before the next ones: the sum stays in the cache meanwhile."""
+"""Number of elements that are summed over all workers before the next ones, so that the sum stays in the cache."""
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """One run of elements with the same contributors."""
+    """A piece of elements with the same contributors."""
 
     into: torch.Tensor
     terms: list[tuple[int, torch.Tensor]]
     """(worker, its gradients), in the order of the workers."""
 
 
-class Means:
-    """Writes every trained parameter's `.grad`."""
+class GradientAverager:
+    """Averages the gradients in an arena and sets every trained parameter's `.grad`."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         sizes = arena.layout.gradients.sizes
-        # Half precision is added up in single precision: its eight bits would not bear the sum.
+        # Half precision is added up in single precision: a sum in half precision would lose too many bits.
         self._sums: Flats = {d: torch.zeros(n, dtype=_wide(d)) for d, n in sizes.items()}
         self._narrow: Flats = {d: torch.zeros(n, dtype=d) for d, n in sizes.items() if _wide(d) != d}
         self._views = arena.layout.gradients.views({**self._sums, **self._narrow})
         self._plans: dict[tuple[int, ...], list[_Sum]] = {}
 
     def average(self, samples: Sequence[int], depths: Sequence[int]) -> None:
-        """`depths`: of each worker, in segments; all of them have handed over."""
+        """Averages the gradients of all workers. `samples` and `depths` (in segments) are by worker."""
         key = tuple(depths)
         if key not in self._plans:
             self._plans[key] = self._plan(key)
@@ -58,8 +58,8 @@ class Means:
             for dtype, narrow in self._narrow.items():
                 narrow.copy_(self._sums[dtype])
 
-    def give(self) -> None:
-        """Sets the parameters' `.grad`. None where no worker had one; a shared parameter's is the sum of its uses."""
+    def set_gradients(self) -> None:
+        """Sets the parameters' `.grad`: None where no worker had one; a shared parameter's is the sum over its uses."""
         used = self._used()
         for leaf, view, has in zip(self._arena.leaves, self._views, used, strict=True):
             if not leaf.alias:
@@ -72,21 +72,22 @@ class Means:
                     leaf.parameter.grad.add_(view)
 
     def measured(
-        self, metric: OptimiserMetric, samples: Sequence[int], depths: Sequence[int], *, step: int, rate: float
-    ) -> Delivery:
-        """Squared norms of every worker's gradient and of the mean, by segment, for the guard. Before `give`."""
+        self, metric: OptimiserMetric, samples: Sequence[int], depths: Sequence[int], *, step: int
+    ) -> NoiseMeasurement:
+        """Squared norms of every worker's gradient and of the mean, by segment. Call before `set_gradients`."""
         leaves = [leaf for leaf, has in zip(self._arena.leaves, self._used(), strict=True) if has]
         known = metric.known(leaves)
         scales = self._scales(metric) if known else None
-        count = self._arena.layout.segments
-        words = [Word(step, float(n), 0.0, known, rate) for n in samples]
-        delivery = Delivery(words[0], tuple(depths), count, [], words=words, in_metric=known)
-        mean = _squares(self._sums, self._arena.layout.gradients.bounds, scales)
-        for worker in range(self._arena.workers):
-            flats = {dtype: rows[worker] for dtype, rows in self._arena.rows.items()}
-            own = _squares(flats, self._arena.layout.gradients.bounds, scales)
-            delivery.squares.append([*own, *(mean if worker == 0 else [0.0] * count)])
-        return delivery
+        bounds = self._arena.layout.gradients.bounds
+        rows = [{dtype: r[worker] for dtype, r in self._arena.rows.items()} for worker in range(self._arena.workers)]
+        return NoiseMeasurement(
+            step=step,
+            depths=tuple(depths),
+            samples=[float(n) for n in samples],
+            squares=[_squares(flats, bounds, scales) for flats in rows],
+            mean_squares=_squares(self._sums, bounds, scales),
+            in_metric=known,
+        )
 
     def _used(self) -> list[bool]:
         return [bool(flag) for flag in self._arena.flags.amax(dim=0).tolist()]
@@ -98,12 +99,12 @@ class Means:
             bounds = self._arena.layout.gradients.bounds[dtype]
             at = 0
             for segment in range(count):
-                contributors = _contributors(depths, count, segment)
-                if segment + 1 < count and _contributors(depths, count, segment + 1) == contributors:
+                workers = contributors(depths, count, segment)
+                if segment + 1 < count and contributors(depths, count, segment + 1) == workers:
                     continue
                 for start in range(at, bounds[segment + 1], CHUNK):
                     stop = min(start + CHUNK, bounds[segment + 1])
-                    terms = [(worker, rows[worker, start:stop]) for worker in contributors]
+                    terms = [(worker, rows[worker, start:stop]) for worker in workers]
                     plan.append(_Sum(self._sums[dtype][start:stop], terms))
                 at = bounds[segment + 1]
         return plan
@@ -116,10 +117,6 @@ class Means:
             if scale is not None:
                 view.copy_(scale)
         return flats
-
-
-def _contributors(depths: Sequence[int], segments: int, segment: int) -> list[int]:
-    return [worker for worker, depth in enumerate(depths) if depth >= segments - segment]
 
 
 def _squares(flats: Flats, bounds: dict[torch.dtype, tuple[int, ...]], scales: Flats | None) -> list[float]:

@@ -1,8 +1,8 @@
-"""From a job to its division: who takes how many samples, and, for partial depth, where the model is cut.
+"""Divides a job: how many samples each worker takes and, for partial depth, where the model is cut.
 
-Segments are of equal backward time by the job's own profile, if its layers are the model's, and otherwise by counted
-operations. Before the first iteration the model is tried at every depth on one worker's samples: a model that does not
-bear a cut is refused then, and not by strange gradients later.
+Segments have equal backward times by the job's own profile, if its layers are the model's, and otherwise by counted
+operations. Before the first iteration the model is tried at every depth on one worker's samples: a model that cannot be
+cut is refused then, instead of giving wrong gradients later.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dovetail.core.files import encode
 from dovetail.core.profile import Profile
 from dovetail.measure.passes import untouched
 from dovetail.planning.depth import planner as depths
-from dovetail.planning.depth.cost import Costs, Device
+from dovetail.planning.depth.cost import DepthCosts, WorkerDevice
 from dovetail.planning.depth.shares import balance
 from dovetail.train.partial.segments import Segments
 
 from .flops import counted
 
 Law = Callable[[float], tuple[float, float]]
-"""From samples, as a multiple of an even share, to seconds of forward and of a whole backward pass."""
+"""Maps samples, as a multiple of an even share, to the seconds of a forward and of a whole backward pass."""
 
 
 def divide(job: TrainingJob, model: nn.Module, samples: Samples) -> Division:
-    """Runs the job's code on one worker's samples where depth is partial; the model is afterwards as it was."""
+    """The job's division. For partial depth it runs the job's code on one worker's samples; the model is unchanged."""
     batches = even(job.batch, job.workers)
     law = _law(job)
     activations = 0
@@ -45,7 +45,7 @@ def divide(job: TrainingJob, model: nn.Module, samples: Samples) -> Division:
         return _timed(Division(batches=batches, activations=activations), law)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
-            raise JobError(f"spb: {name or type(model).__name__}: compiled modules run no hooks, so cannot be cut")
+            raise JobError(f"spb: {name or type(model).__name__}: compiled modules run no hooks and cannot be cut")
     run = _trial(job, model, samples, batches[0])
     with untouched(model, torch.device("cpu")), blaming("the first samples"):
         profile = counted(model, run, batches[0])
@@ -120,7 +120,7 @@ def _fits(profile: Profile, model: nn.Module) -> bool:
 
 
 def _plan(job: TrainingJob, profile: Profile, *, fits: bool) -> tuple[DepthPlan, tuple[float, ...]]:
-    """The ladder, which is also the guard's floor; and the share of backward that each depth takes."""
+    """The ladder's plan, which is also the guard's least depth, and the share of backward that each depth takes."""
     owners = len({t.layer for t in profile.tensors})
     if owners < 2:
         raise JobError(
@@ -131,9 +131,9 @@ def _plan(job: TrainingJob, profile: Profile, *, fits: bool) -> tuple[DepthPlan,
     except Error as e:
         raise JobError(f"spb: {e}") from None
     count = len(plan.segments)
-    costs = Costs(profile, plan.segments, (Device(),), 0)
+    costs = DepthCosts(profile, plan.segments, (WorkerDevice(),), 0)
     whole = costs.backward(0, count, profile.batch)
-    if not fits or whole <= 0:  # of equal time by the count: what a device emulates is exactly that
+    if not fits or whole <= 0:  # segments of equal counted time: an emulated device takes exactly that
         return plan, tuple(d / count for d in range(count + 1))
     return plan, tuple(costs.backward(0, d, profile.batch) / whole for d in range(count + 1))
 
@@ -157,12 +157,12 @@ def _try_every_depth(model: nn.Module, plan: DepthPlan, run: Callable[[], torch.
         full = _leaves_with_gradients(segments, segments.count, run)
     for deep in range(1, segments.count):
         first = plan.layers[plan.segments[segments.count - deep].start]
-        with blaming(f"spb: the model does not bear a cut before layer {first!r}"):
+        with blaming(f"spb: the model cannot be cut before layer {first!r}"):
             some = _leaves_with_gradients(segments, deep, run)
         wanted = {leaf.name for leaf in segments.contributed(deep)} & full
         if lost := sorted(wanted - some):
             raise JobError(
-                f"spb: with a cut before layer {first!r} parameter {lost[0]!r} gets no gradient, with none it does: "
+                f"spb: parameter {lost[0]!r} gets no gradient with a cut before layer {first!r}, but gets one without: "
                 "the cut breaks this model (reentrant checkpointing does so)"
             )
 

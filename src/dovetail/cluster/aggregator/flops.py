@@ -1,8 +1,9 @@
-"""What a model's layers cost, counted instead of measured: the same figures on every machine and under every load.
+"""Counts the cost of a model's layers instead of measuring it: the result is the same on every machine.
 
-One forward pass runs with every operation seen: floating-point operations by torch's own formulas, and bytes read and
-written, each at a nominal speed. They count to the layer that was entered last. Backward is taken as twice that. Only
-the proportions matter: they say where a model is cut into segments of equal backward time.
+One forward pass runs with every operation intercepted. Floating-point operations, by torch's own formulas, and bytes
+read and written are converted to seconds at a nominal speed and counted for the layer that was entered last. Backward
+is taken as twice forward. Only the proportions matter: they decide where a model is cut into segments of equal backward
+time.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
-from dovetail.measure.passes import Layers, find_layers, tensors_in
+from dovetail.measure.passes import ModelLayers, find_layers, tensors_in
 
 OPERATIONS = 5e10
 """Floating-point operations per second of the nominal device."""
 BYTES = 1e10
-"""Bytes per second."""
+"""Bytes per second that the nominal device reads and writes."""
 BACKWARD = 2.0
-"""Backward over forward: the gradients of the inputs and those of the weights cost a forward pass each."""
+"""Backward time over forward time: the gradients of inputs and of weights cost a forward pass each."""
 
 
 def counted(model: nn.Module, run: Callable[[], Any], samples: int) -> Profile:
-    """A profile of nominal times. `run` runs the model forward on so many samples."""
+    """A profile of nominal times. `run` runs the model forward on `samples` samples."""
     layers = find_layers(model, run)
     counter = _Counter()
     handles = [
@@ -78,7 +79,7 @@ class _Counter(TorchDispatchMode):
         return output
 
 
-def _profile(model: nn.Module, layers: Layers, counter: _Counter, samples: int) -> Profile:
+def _profile(model: nn.Module, layers: ModelLayers, counter: _Counter, samples: int) -> Profile:
     names = list(layers.modules)
     spent = [counter.seconds.get(name, 0.0) for name in names]
     if names:

@@ -1,7 +1,7 @@
-"""An aggregator's connection to the coordinator. Training never waits for it: while it is away, news are dropped.
+"""An aggregator's connection to the coordinator. Training never waits for it: while it is lost, messages are dropped.
 
-Connecting does not block either; it is tried again, more and more rarely. Whatever the coordinator must know is said
-anew on every connection: who we are, what the job asks for, and how it ended if it has.
+Connecting does not block either; it is tried again with growing pauses. What the coordinator must know is sent again on
+every connection: which job and attempt this is, what the job asks for, and how it ended if it has.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dovetail.cluster.transport.wire import Connection, Lost
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 CONNECTING = 3.0
-"""Seconds that an attempt may take."""
+"""Seconds that connecting may take."""
 Handler = Callable[[], None]
 
 
 class Reporter:
-    """Lives in the aggregator's select loop: registered sockets carry a function to call as their data."""
+    """Its socket is in the aggregator's select loop, with a function to call as its data."""
 
     def __init__(
         self,
@@ -35,21 +35,21 @@ class Reporter:
     ) -> None:
         self._selector, self._address, self._hello, self._heard = selector, address, hello, heard
         self._connection: Connection | None = None
-        self._attempt: socket.socket | None = None
+        self._connecting: socket.socket | None = None
         self._deadline = 0.0
         self._pause, self.next_try = FIRST_PAUSE, 0.0
         self.standing: list[Message] = []
-        """Said after Hello on every connection."""
+        """Messages that are sent after Hello on every connection."""
         self.sent = 0
-        """Of `standing`, on this connection."""
+        """Number of `standing` messages that were sent on this connection."""
 
     @property
     def connected(self) -> bool:
         return self._connection is not None
 
     @property
-    def told(self) -> bool:
-        """Whether the coordinator has been sent everything that it must know."""
+    def caught_up(self) -> bool:
+        """Whether everything that the coordinator must know has been sent."""
         return self.connected and self.sent == len(self.standing)
 
     def must_know(self, message: Message) -> None:
@@ -57,7 +57,7 @@ class Reporter:
         self._catch_up()
 
     def send(self, message: Message) -> None:
-        """If it is there."""
+        """Sends a message if there is a connection."""
         if self._connection is not None:
             try:
                 self._connection.send(message, timeout=2.0)
@@ -65,41 +65,41 @@ class Reporter:
                 self._drop()
 
     def tick(self, now: float) -> None:
-        """Called often: begins and gives up attempts."""
-        if self._attempt is not None and now > self._deadline:
+        """To be called often: begins and gives up connecting."""
+        if self._connecting is not None and now > self._deadline:
             self._give_up()
-        if self._connection is None and self._attempt is None and now >= self.next_try:
+        if self._connection is None and self._connecting is None and now >= self.next_try:
             self._begin(now)
 
     def close(self) -> None:
-        if self._attempt is not None:
+        if self._connecting is not None:
             self._give_up()
         if self._connection is not None:
             self._drop()
 
     def _begin(self, now: float) -> None:
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        attempt = socket.socket(family, socket.SOCK_STREAM)
-        attempt.setblocking(False)
-        self._attempt, self._deadline = attempt, now + CONNECTING
-        code = attempt.connect_ex(self._address)
+        pending = socket.socket(family, socket.SOCK_STREAM)
+        pending.setblocking(False)
+        self._connecting, self._deadline = pending, now + CONNECTING
+        code = pending.connect_ex(self._address)
         if code not in (0, errno.EINPROGRESS):
             self._later()
-            attempt.close()
-            self._attempt = None
+            pending.close()
+            self._connecting = None
             return
-        self._selector.register(attempt, selectors.EVENT_WRITE, self._finish)
+        self._selector.register(pending, selectors.EVENT_WRITE, self._finish)
 
     def _finish(self) -> None:
-        attempt = self._attempt
-        if attempt is None:  # given up since it was seen ready
+        pending = self._connecting
+        if pending is None:  # given up since it was seen ready
             return
-        code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        code = pending.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._give_up()
             return
-        self._selector.unregister(attempt)
-        self._attempt, self._connection = None, Connection(attempt)
+        self._selector.unregister(pending)
+        self._connecting, self._connection = None, Connection(pending)
         self._selector.register(self._connection, selectors.EVENT_READ, self._read)
         self._pause, self.sent = FIRST_PAUSE, 0
         self.send(self._hello)
@@ -130,11 +130,11 @@ class Reporter:
         self._later()
 
     def _give_up(self) -> None:
-        assert self._attempt is not None
+        assert self._connecting is not None
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._attempt)
-        self._attempt.close()
-        self._attempt = None
+            self._selector.unregister(self._connecting)
+        self._connecting.close()
+        self._connecting = None
         self._later()
 
     def _later(self) -> None:
@@ -143,9 +143,9 @@ class Reporter:
 
 
 def local_host(towards: tuple[str, int]) -> str:
-    """This machine's address as seen from there: where to listen for those who are there too."""
+    """This machine's address in the coordinator's network, on which to listen for executors."""
     family = socket.AF_INET6 if ":" in towards[0] else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:  # sends nothing: only asks for the way
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:  # sends nothing: only looks up the route
         try:
             sock.connect(towards)
         except OSError:
@@ -153,5 +153,5 @@ def local_host(towards: tuple[str, int]) -> str:
         return str(sock.getsockname()[0])
 
 
-def hello_of(*, key: str, job: str, epoch: int, node: str, address: tuple[str, int]) -> Hello:
-    return Hello(key=key, role="aggregator", pid=os.getpid(), node=node, job=job, epoch=epoch, address=address)
+def hello_of(*, key: str, job: str, attempt: int, node: str, address: tuple[str, int]) -> Hello:
+    return Hello(key=key, role="aggregator", pid=os.getpid(), node=node, job=job, attempt=attempt, address=address)

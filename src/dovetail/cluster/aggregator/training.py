@@ -1,6 +1,6 @@
-"""A job's training state, and one step of it: parameters, buffers, optimiser, scheduler, guard. No sockets, no files.
+"""A job's training state (parameters, buffers, optimiser, scheduler, guard) and its update. No sockets, no files.
 
-All that the next step depends on is in `state()`: a training restored from it goes on with the same bits.
+Everything that the next iteration depends on is in `state()`: a training restored from it continues with the same bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dovetail.cluster.job.division import Division
 from dovetail.cluster.job.objects import (
     AGGREGATOR,
     JobError,
+    LearningRateSchedule,
     Samples,
-    Schedule,
     blaming,
     make_model,
     make_optimizer,
@@ -33,26 +33,27 @@ from dovetail.cluster.transport.messages import Described, Done
 from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error
 from dovetail.core.files import decode
-from dovetail.train.partial.depths import Depths, schedule
-from dovetail.train.partial.noise import OptimiserMetric
+from dovetail.train.partial.depths import DepthSchedule, schedule
+from dovetail.train.partial.noise_monitor import OptimiserMetric
 
 from . import checkpoint
-from .averaging import Means
+from .averaging import GradientAverager
 from .cuts import divide
 
 log = logging.getLogger("dovetail")
 FORMAT = 1
+"""Version of the checkpoint's format."""
 
 
 class NotFinite(Error):
-    """A loss that is not a number: another try would end the same way."""
+    """A loss that is not a finite number: a retry would end the same way."""
 
 
 class Training:
-    """Owned by one process, the aggregator; the tasks' gradients come through the arena."""
+    """The aggregator owns it; the tasks' gradients come through the arena."""
 
     def __init__(self, job: TrainingJob, memory: str, state: dict[str, Any] | None = None) -> None:
-        """Makes everything new, in an arena of that name, or as a checkpoint's `state` has it."""
+        """Makes everything in a new arena named `memory`, and restores `state`, a checkpoint's, if there is one."""
         use_defaults(job)
         self.job = job
         self.model = make_model(job)
@@ -66,8 +67,8 @@ class Training:
             self.arena.publish()
             self.arena.bind(self.model)
             _bind_buffers(self.model, self.arena)
-            self._optimizer, self._schedule = optimizer, Schedule(job, optimizer)
-            self._means = Means(self.arena)
+            self._optimizer, self._scheduler = optimizer, LearningRateSchedule(job, optimizer)
+            self._averager = GradientAverager(self.arena)
             self._metric = OptimiserMetric([leaf.parameter for leaf in self.arena.leaves])
             if state is not None:
                 self._restore(state)
@@ -76,20 +77,20 @@ class Training:
             raise
 
     def depths(self) -> tuple[int, ...]:
-        """Of each worker in the iteration that comes next."""
+        """Depth of each worker in the next iteration, in segments."""
         return self._depths.at(self.iteration) if self._depths else (1,) * self.job.workers
 
-    def step(self, done: dict[int, Done], depths: Sequence[int]) -> float:
-        """All workers' gradients are in the arena: averages them, steps, and gives the iteration's loss."""
+    def update(self, done: dict[int, Done], depths: Sequence[int]) -> float:
+        """Ends an iteration whose gradients are in the arena: averages them, runs the optimiser, returns the loss."""
         ordered = [done[worker] for worker in range(self.job.workers)]
         for one in ordered:
             if not math.isfinite(one.loss):
                 raise NotFinite(f"iteration {self.iteration}: the loss of worker {one.worker} is {one.loss}")
         samples = [one.samples for one in ordered]
-        self._means.average(samples, depths)
-        if self._depths is not None and self._depths.watch is not None:
+        self._averager.average(samples, depths)
+        if self._depths is not None and self._depths.monitor is not None:
             self._watch(samples, depths)
-        self._means.give()
+        self._averager.set_gradients()
         with torch.no_grad():
             for dtype, flat in self.arena.buffers.items():
                 flat.copy_(self.arena.next_buffers[dtype])
@@ -98,33 +99,33 @@ class Training:
         with blaming(f"iteration {self.iteration}: optimizer"):
             self._optimizer.step()
         with blaming(f"iteration {self.iteration}: scheduler"):
-            self._schedule.step(loss)
+            self._scheduler.step(loss)
         self.iteration += 1
         return loss
 
     def _watch(self, samples: list[int], depths: Sequence[int]) -> None:
-        assert self._depths is not None and self._depths.watch is not None
-        watch = self._depths.watch
+        assert self._depths is not None and self._depths.monitor is not None
+        watch = self._depths.monitor
         rate = max((float(group.get("lr", 0.0)) for group in self._optimizer.param_groups), default=0.0)
         watch.follow(rate)
         if watch.due(self.iteration):
             self._metric.seen(self._optimizer)
             step = self.iteration
-            delivery = self._means.measured(self._metric, samples, depths, step=step, rate=rate)
-            watch.take(delivery, self._depths.order(step), self._depths.least(step))
+            measured = self._averager.measured(self._metric, samples, depths, step=step)
+            watch.take(measured, self._depths.order(step), self._depths.least(step))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, with tensors of its own."""
+        """The state for a checkpoint, with its own tensors."""
         persistent = self.model.state_dict()
         others = {name: buffer for name, buffer in self.model.named_buffers() if name not in persistent}
-        watch = self._depths.watch if self._depths else None
+        watch = self._depths.monitor if self._depths else None
         return {
             "format": FORMAT,
             "iteration": self.iteration,
             "model": checkpoint.copied(dict(persistent)),
             "buffers": checkpoint.copied(others),
             "optimizer": checkpoint.copied(self._optimizer.state_dict()),
-            "scheduler": checkpoint.copied(self._schedule.state()),
+            "scheduler": checkpoint.copied(self._scheduler.state()),
             "guard": None if watch is None else watch.state(),
             "division": msgspec.json.encode(self.division).decode(),
             "divided": _divided(self.job),
@@ -139,12 +140,12 @@ class Training:
                 for name, value in state.get("buffers", {}).items():
                     buffers[name].copy_(value)
             self._optimizer.load_state_dict(state["optimizer"])
-            self._schedule.restore(state.get("scheduler"))
-            if self._depths is not None and self._depths.watch is not None and state.get("guard"):
-                self._depths.watch.restore(state["guard"])
+            self._scheduler.restore(state.get("scheduler"))
+            if self._depths is not None and self._depths.monitor is not None and state.get("guard"):
+                self._depths.monitor.restore(state["guard"])
 
-    def described(self, epoch: int, job: str) -> Described:
-        """What the coordinator plans with."""
+    def described(self, attempt: int, job: str) -> Described:
+        """The message with what the coordinator needs for placement."""
         division, layout = self.division, self.arena.layout
         shares = tuple(division.shares[d] for d in self.depths()) if division.plan else ()
         weights = layout.parameters.bytes + layout.buffers.bytes
@@ -153,7 +154,7 @@ class Training:
         count = max(1, len(division.forward))
         return Described(
             job=job,
-            epoch=epoch,
+            attempt=attempt,
             workers=self.job.workers,
             iterations=self.job.steps,
             forward=sum(division.forward) / count,
@@ -166,7 +167,7 @@ class Training:
 
 
 def _bind_buffers(model: nn.Module, arena: Arena) -> None:
-    """The model's buffers are the arena's, so that checkpoints have the job's."""
+    """Makes the model's buffers views of the arena, so that checkpoints contain the job's buffers."""
     views = arena.layout.buffers.views(arena.buffers)
     place = {id(buffer): view for buffer, view in zip(list(model.buffers()), views, strict=True)}
     for module in model.modules():
@@ -175,7 +176,7 @@ def _bind_buffers(model: nn.Module, arena: Arena) -> None:
                 module._buffers[name] = place[id(buffer)]
 
 
-def _depths(job: TrainingJob, division: Division) -> Depths | None:
+def _depths(job: TrainingJob, division: Division) -> DepthSchedule | None:
     if not division.plan:
         return None
     plan = decode(division.plan, DepthPlan)
@@ -184,7 +185,7 @@ def _depths(job: TrainingJob, division: Division) -> Depths | None:
 
 
 def _divided(job: TrainingJob) -> str:
-    """What a division depends on besides the model: one made for something else is not used again."""
+    """What a division depends on besides the model: a stored one is used again only if this is equal."""
     return repr((job.workers, job.batch, job.spb, job.task_seconds, job.profile.name if job.profile else ""))
 
 

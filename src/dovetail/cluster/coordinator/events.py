@@ -1,4 +1,4 @@
-"""What executors and aggregators tell the coordinator, and what follows from it."""
+"""What the coordinator does with the messages of executors and aggregators."""
 
 from __future__ import annotations
 
@@ -7,86 +7,92 @@ import time
 
 import msgspec
 
+from dovetail.cluster.engines.process import note
 from dovetail.cluster.transport.messages import (
-    Beat,
     Described,
     Failed,
     Finished,
+    Heartbeat,
     Hello,
     Message,
     Progress,
     RankEnded,
-    Revoke,
-    Stop,
+    RevokeLease,
+    StopJob,
 )
 
-from . import fleet, strikes
+from . import executor_state, strikes
 from .coordinator import Coordinator
-from .job_state import Live, shape_now
-from .peers import Link, note
+from .job_state import ActiveJob, shape_now
+from .peers import Peer
 
-_WORTH_BOOKING = 0.05  # change of duty
+_WORTH_RESIZING = 0.05  # change of duty from which a lease gets the measured shape
 
 
-class Hearing:
-    """`peers.Listener` of a coordinator."""
+class PeerEvents:
+    """The coordinator's `peers.Listener`."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
 
-    def hello(self, hello: Hello, link: Link) -> str:
-        reason = self._executor(hello, link) if hello.role == "executor" else self._aggregator(hello, link)
-        self._c.kick()
+    def hello(self, hello: Hello, peer: Peer) -> str:
+        reason = self._executor(hello, peer) if hello.role == "executor" else self._aggregator(hello, peer)
+        self._c.decide_soon()
         return reason
 
-    def _executor(self, hello: Hello, link: Link) -> str:
+    def _executor(self, hello: Hello, peer: Peer) -> str:
         e = self._c.executors.get(hello.device)
         if e is None:
             return f"there is no device {hello.device}"
-        if e.link is not None:
-            e.link.close()
-        e.welcome(hello, link, time.monotonic())
+        if e.peer is not None:
+            e.peer.close()
+        e.connected(hello, peer, time.monotonic())
         return ""
 
-    def _aggregator(self, hello: Hello, link: Link) -> str:
+    def _aggregator(self, hello: Hello, peer: Peer) -> str:
         job = self._c.jobs.get(int(hello.job)) if hello.job.isdigit() else None
-        if job is None or hello.epoch != job.epoch or not job.process or job.blamed == job.epoch:
-            return f"job {hello.job} is not in epoch {hello.epoch}"
-        if job.id in self._c.links:
-            self._c.links[job.id].close()
-        self._c.links[job.id] = link
+        if job is None or hello.attempt != job.attempt or not job.process or job.strike_counted_for == job.attempt:
+            return f"job {hello.job} is not in attempt {hello.attempt}"
+        if job.id in self._c.peers:
+            self._c.peers[job.id].close()
+        self._c.peers[job.id] = peer
         job.address, job.node = hello.address, hello.node
-        # Back after this coordinator was restarted: its description is in the store.
-        job.linked = job.described is not None and job.described.epoch == job.epoch
-        if job.leaving or job.state not in ("preparing", "running"):
-            link.send(Stop())
-        elif job.linked:
+        # True where it was described to an earlier coordinator: that description is in the store.
+        job.connected = job.described is not None and job.described.attempt == job.attempt
+        if job.stopping or job.state not in ("preparing", "running"):
+            peer.send(StopJob())
+        elif job.connected:
             job.deadline = math.inf
         return ""
 
-    def lost(self, hello: Hello, link: Link) -> None:
+    def lost(self, hello: Hello, peer: Peer) -> None:
         if hello.role == "executor":
             e = self._c.executors[hello.device]
-            if e.link is link:
-                e.gone(time.monotonic())
+            if e.peer is peer:
+                e.disconnected(time.monotonic())
             return
         number = int(hello.job)
-        if self._c.links.get(number) is link:
-            del self._c.links[number]
+        if self._c.peers.get(number) is peer:
+            del self._c.peers[number]
             job = self._c.jobs.get(number)
-            if job is not None and job.epoch == hello.epoch and not job.leaving and job.blamed != job.epoch:
-                job.deadline = time.monotonic() + fleet.HELLO_LIMIT
+            if (
+                job is not None
+                and job.attempt == hello.attempt
+                and not job.stopping
+                and job.strike_counted_for != job.attempt
+            ):
+                job.deadline = time.monotonic() + executor_state.HELLO_LIMIT
 
-    def heard(self, hello: Hello, link: Link, message: Message) -> None:
+    def heard(self, hello: Hello, peer: Peer, message: Message) -> None:
         c = self._c
-        if isinstance(message, Beat):
-            for number, seconds in c.executors[hello.device].beats(message, time.monotonic()).items():
+        if isinstance(message, Heartbeat):
+            for number, seconds in c.executors[hello.device].take_heartbeat(message, time.monotonic()).items():
                 if number in c.jobs:
                     c.jobs[number].standing.attained += seconds
             return
         job = c.jobs.get(int(getattr(message, "job", "0")))
-        if job is None or getattr(message, "epoch", -1) != job.epoch:
-            return  # of a job that has ended, or an earlier start
+        if job is None or getattr(message, "attempt", -1) != job.attempt:
+            return  # of a job that has ended, or of an earlier attempt
         if isinstance(message, Progress):
             self._progress(job, message)
         elif isinstance(message, Described):
@@ -94,30 +100,30 @@ class Hearing:
         elif isinstance(message, Finished):
             job.iteration, job.loss, job.checkpoint = message.iteration, message.loss, message.iteration
             c.end(job, "finished", "")
-            link.close()  # it waits for that: the end is on disk
+            peer.close()  # the aggregator waits for that: the end is on disk now
         elif isinstance(message, Failed):
-            self._failed(job, message, hello, link)
+            self._failed(job, message, hello, peer)
             if hello.role == "aggregator":
-                link.close()
+                peer.close()
         elif isinstance(message, RankEnded):
             self._rank_ended(job, message)
 
-    def _described(self, job: Live, described: Described) -> None:
+    def _described(self, job: ActiveJob, described: Described) -> None:
         c = self._c
         if job.described is None:
             note(f"job {job.id}: {described.workers} workers, {described.iterations} iterations")
-        job.described, job.linked, job.deadline = described, True, math.inf
+        job.described, job.connected, job.deadline = described, True, math.inf
         job.standing.total = described.iterations
         c.store.note({job.id: {"described": msgspec.json.encode(described).decode()}})
         shape = shape_now(described, job.progress, job.gang, most=c.most)
-        if c.floor is not None and c.floor.holds(job):
-            if not c.floor.rebook(job, shape):
-                c.move(job, "preparing")  # it has grown; the queue finds it room
+        if c.placement is not None and c.placement.has_lease(job):
+            if not c.placement.resize(job, shape):
+                c.move(job, "preparing")  # it needs more memory than its devices have left: placed again
         else:
             job.standing.shape = shape
-        c.kick()
+        c.decide_soon()
 
-    def _progress(self, job: Live, progress: Progress) -> None:
+    def _progress(self, job: ActiveJob, progress: Progress) -> None:
         c = self._c
         job.progress, job.iteration, job.loss = progress, progress.iteration, progress.loss
         job.standing.done = float(progress.iteration)
@@ -125,32 +131,34 @@ class Hearing:
             job.checkpoint, job.record = progress.checkpoint, strikes.CLEAN
         c.dirty.add(job.id)
         shape = shape_now(job.described, progress, job.gang, most=c.most)
-        if c.floor is not None and c.floor.holds(job) and abs(shape.duty - job.shape.duty) > _WORTH_BOOKING:
-            fits = c.floor.rebook(job, shape)
+        changed = abs(shape.duty - job.shape.duty) > _WORTH_RESIZING
+        if changed and c.placement is not None and c.placement.has_lease(job):
+            fits = c.placement.resize(job, shape)
             assert fits, "its memory has not changed"
-            c.kick()
+            c.decide_soon()
 
-    def _failed(self, job: Live, failed: Failed, hello: Hello, link: Link) -> None:
+    def _failed(self, job: ActiveJob, failed: Failed, hello: Hello, peer: Peer) -> None:
         c = self._c
         if failed.fatal:
             c.end(job, "failed", failed.reason)
             return
         if hello.role == "executor":
-            link.send(Revoke(job=failed.job, epoch=failed.epoch))  # it is granted anew after the pause
-            c.executors[hello.device].granted.pop((job.id, job.epoch), None)
+            peer.send(RevokeLease(job=failed.job, attempt=failed.attempt))  # it is sent again after the pause
+            c.executors[hello.device].leases.pop((job.id, job.attempt), None)
         else:
-            job.blamed, job.linked, job.deadline = job.epoch, False, time.monotonic() + 2.0  # it is about to end
+            # It is about to end by itself, and has its strike then.
+            job.strike_counted_for, job.connected, job.deadline = job.attempt, False, time.monotonic() + 2.0
         c.strike(job, failed.reason)
-        c.kick()
+        c.decide_soon()
 
-    def _rank_ended(self, job: Live, ended: RankEnded) -> None:
-        if not job.sent or (ended.code and self._c.closing):
-            return  # we ended it ourselves
-        job.codes[ended.worker] = ended.code
+    def _rank_ended(self, job: ActiveJob, ended: RankEnded) -> None:
+        if not job.ranks_started or (ended.code and self._c.closing):
+            return  # the coordinator ended it
+        job.exit_codes[ended.worker] = ended.code
         if ended.code:
             last = ended.tail.strip().splitlines()[-1:]
             reason, weight = strikes.death(f"rank {ended.worker}", ended.code)
             self._c.strike(job, f"{reason}: {last[0]}" if last else reason, weight)
-            self._c.gang_again(job)
-        elif len(job.codes) == job.gang:
+            self._c.restart_gang(job)
+        elif len(job.exit_codes) == job.gang:
             self._c.end(job, "finished", "")

@@ -1,9 +1,8 @@
-"""A job that has not ended, as the coordinator holds it in memory: what is stored, and what is only known now."""
+"""A job that has not ended, as the coordinator has it in memory: the stored fields and what only this process knows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -13,15 +12,16 @@ from dovetail.core.job import Shape
 from dovetail.planning.sharing.priority import Standing
 
 from . import strikes
-from .job_store import Row, State
+from .job_store import State, StoredJob
 
 TASK_TIMEOUT = 120.0
-_UNKNOWN_TASK = 1.0  # seconds: with no time off its devices, a duty of 1
+"""Seconds after which a task is taken for endless, where neither the submission nor the job file says."""
+_UNKNOWN_TASK = 1.0  # seconds; with no time off the devices this is a duty of 1
 
 
 @dataclass
-class Live:
-    """One job. `devices` is its lease; it may hold one while its aggregator is being restarted."""
+class ActiveJob:
+    """One job. `devices` is its lease; it keeps that while its aggregator is started again."""
 
     id: int
     name: str
@@ -31,37 +31,38 @@ class Live:
     options: Options
     submitted: float
     state: State
-    epoch: int
+    attempt: int
     iteration: int
     loss: float | None
     checkpoint: int
-    record: strikes.Record
+    record: strikes.StrikeRecord
     standing: Standing
     started: float | None = None
     described: Described | None = None
     progress: Progress | None = None
     devices: tuple[int, ...] = ()
-    # Its aggregator.
     process: bool = False
-    """Whether the aggregator of this epoch was started and has not ended."""
-    linked: bool = False
-    """Whether it is connected and has described the job in this coordinator's life."""
+    """Whether the aggregator of this attempt was started and has not ended."""
+    connected: bool = False
+    """Whether its aggregator is connected and has described the job to this coordinator."""
     address: tuple[str, int] = ("", 0)
+    """Where its aggregator listens for executors."""
     node: str = ""
+    """The aggregator's machine."""
     deadline: float = float("inf")
-    """time.monotonic() by which it must have described itself, or have ended."""
-    moved: float = 0.0
+    """time.monotonic() by which its aggregator must have described the job, or have ended."""
+    placed_at: float = 0.0
     """time.monotonic() of its last change of devices."""
-    not_before: float = 0.0
+    retry_at: float = 0.0
     """time.monotonic() of the next try after a strike."""
-    leaving: Literal["", "paused", "queued"] = ""
-    """The state that its aggregator's end will complete: it has been asked to write a checkpoint and leave."""
-    blamed: int = -1
-    """The epoch whose end is accounted for already."""
-    sent: bool = False
-    """Whether a gang's ranks of this epoch were started."""
-    codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of a gang's ranks in this epoch."""
+    stopping: bool = False
+    """Whether its aggregator was asked to write a checkpoint and end; the job keeps its devices until then."""
+    strike_counted_for: int = -1
+    """The attempt whose failure already has its strike."""
+    ranks_started: bool = False
+    """Whether a gang's ranks of this attempt were started."""
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    """Exit codes of a gang's ranks in this attempt, by worker."""
 
     @property
     def is_gang(self) -> bool:
@@ -72,14 +73,14 @@ class Live:
         return self.share == "background"
 
     @property
-    def firm(self) -> bool:
-        """Shares its devices with background jobs only."""
+    def promised(self) -> bool:
+        """Whether its devices take background jobs only besides it: a foreground job's or a gang's."""
         return self.is_gang or self.share == "foreground"
 
     @property
     def key(self) -> str:
-        """Of its aggregator, for the engine."""
-        return f"aggregator {self.id}.{self.epoch}"
+        """The engine's name for its aggregator."""
+        return f"aggregator {self.id}.{self.attempt}"
 
     @property
     def shape(self) -> Shape:
@@ -91,12 +92,12 @@ class Live:
 
     @property
     def task_timeout(self) -> float:
-        named = self.options.task_timeout or (self.described.task_timeout if self.described else 0.0)
-        return named or TASK_TIMEOUT
+        given = self.options.task_timeout or (self.described.task_timeout if self.described else 0.0)
+        return given or TASK_TIMEOUT
 
     @property
     def alone(self) -> float:
-        """Seconds of an iteration on devices of its own, from its measured tasks; 0 while unknown."""
+        """Seconds of an iteration on devices of its own, computed from its measured tasks; 0 while unknown."""
         p = self.progress
         return max(p.task_seconds) + p.off_device if p and p.task_seconds and min(p.task_seconds) > 0 else 0.0
 
@@ -109,7 +110,7 @@ class Live:
 
 
 def shape_of(tasks: list[float], off_device: float, persistent: int, ephemeral: int, *, most: int) -> Shape:
-    """An iteration as placement sees it. Of more workers than devices (`most`), some take turns on one."""
+    """An iteration as placement takes it: seconds and bytes. More workers than devices (`most`) take turns on one."""
     if len(tasks) > most:
         bins = [0.0] * most
         for seconds in sorted(tasks, reverse=True):
@@ -131,7 +132,7 @@ def shape_of(tasks: list[float], off_device: float, persistent: int, ephemeral: 
 
 
 def shape_now(described: Described | None, progress: Progress | None, gang: int, *, most: int) -> Shape:
-    """From what was measured, else from what the job's profile says, else as if it used its devices always."""
+    """The shape from measured times, else from the job's profile, else as if the job always used its devices."""
     if gang or described is None:
         return shape_of([_UNKNOWN_TASK] * max(1, gang), 0.0, 0, 0, most=max(gang, most))
     workers = described.workers
@@ -144,7 +145,7 @@ def shape_now(described: Described | None, progress: Progress | None, gang: int,
     return shape_of(tasks, off, described.persistent_bytes, described.ephemeral_bytes, most=most)
 
 
-def from_row(row: Row, *, most: int) -> Live:
+def from_stored(row: StoredJob, *, most: int) -> ActiveJob:
     described = msgspec.json.decode(row.described, type=Described) if row.described else None
     shape = shape_now(described, None, row.gang, most=most)
     total = described.iterations if described else row.options.steps or 1
@@ -152,7 +153,7 @@ def from_row(row: Row, *, most: int) -> Live:
         serial=row.id, arrival=row.submitted, total=total, shape=shape, background=row.share == "background"
     )
     standing.done = float(row.iteration)
-    return Live(
+    return ActiveJob(
         id=row.id,
         name=row.name,
         gang=row.gang,
@@ -162,7 +163,7 @@ def from_row(row: Row, *, most: int) -> Live:
         submitted=row.submitted,
         started=row.started,
         state=row.state,
-        epoch=row.epoch,
+        attempt=row.attempt,
         iteration=row.iteration,
         loss=row.loss,
         checkpoint=row.checkpoint,

@@ -1,7 +1,7 @@
-"""The job store: one SQLite file. What a caller has been told is on disk before it is told.
+"""The job store: one SQLite file. Every change is on disk when the call that makes it returns.
 
 WAL with synchronous=FULL: a commit returns after its pages are synced, so kill -9 of any process, at any time, loses
-nothing that was acknowledged. One writer (the coordinator); readers may look at any time.
+nothing that was acknowledged. There is one writer, the coordinator; others may read at any time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dovetail.cluster.job.submission import Kind, Options, Share, Submission
 from dovetail.core.errors import Error
 
 VERSION = 1
+"""Of the schema."""
 State = Literal["queued", "preparing", "running", "paused", "finished", "failed", "cancelled"]
 STATES: tuple[State, ...] = get_args(State)
 ENDED: frozenset[State] = frozenset(("finished", "failed", "cancelled"))
@@ -32,8 +33,8 @@ NEXT: dict[State, frozenset[State]] = {
     "failed": frozenset(),
     "cancelled": frozenset(),
 }
-"""A gang has nothing to prepare; a job that lost its devices, or is resumed, stands in the queue again; one that was
-resumed from its last checkpoint, or paused in its last iteration, may find itself finished."""
+"""The states that may follow each state. A gang runs without being prepared; a job that lost its devices or is resumed
+is queued again; one that is paused in its last iteration, or resumed after it, may finish from there."""
 
 _SCHEMA = """
 CREATE TABLE jobs (
@@ -54,12 +55,12 @@ CREATE INDEX open_leases ON leases (job) WHERE stop IS NULL;
 """
 
 
-class WrongMove(Error):
-    """A state does not follow another."""
+class InvalidTransition(Error):
+    """The job cannot go from its present state to the one that was asked for."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One job as stored."""
+class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as stored. Times are time.time()."""
 
     id: int
     name: str
@@ -73,22 +74,24 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     submitted: float
     started: float | None
     ended: float | None
-    epoch: int
+    attempt: int
+    """Starts of the job so far; `epoch` in the file."""
     iteration: int
     loss: float | None
     checkpoint: int
     slowdown: float | None
-    """Of a job that has ended, when it last ran; None where unknown."""
+    """Of a job that has ended: its slow-down when it last ran; None where unknown."""
     described: str
     """JSON of the last `messages.Described`; empty before the first."""
     strikes: str
+    """JSON of `strikes.StrikeRecord`; empty without strikes."""
 
 
-_COLUMNS = ", ".join(Row.__struct_fields__)
+_COLUMNS = {name: "epoch" if name == "attempt" else name for name in StoredJob.__struct_fields__}
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A job held these devices; `stop` is None while it does."""
+class StoredLease(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's lease of devices, from `start` to `stop` (time.time()); `stop` is None while the job has them."""
 
     job: int
     devices: tuple[int, ...]
@@ -97,7 +100,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store:
-    """Open it once; the same thread makes all calls."""
+    """The open file. One thread makes all calls."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -132,8 +135,8 @@ class Store:
 
     # -- jobs --
 
-    def submit(self, submission: Submission) -> Row:
-        """Stores a new job, or finds the one of the same request; on disk when this returns."""
+    def submit(self, submission: Submission) -> StoredJob:
+        """Stores a new job, or finds the one of the same request."""
         s = submission
         with self._transaction():
             if s.request:
@@ -155,42 +158,41 @@ class Store:
         (body,) = self._db.execute("SELECT body FROM submissions WHERE job = ?", (job,)).fetchone()
         return msgspec.json.decode(body, type=Submission)
 
-    def job(self, job: int) -> Row:
-        """An Error if there is none of that number."""
+    def job(self, job: int) -> StoredJob:
+        """The job of that number; an Error if there is none."""
         found = self._select("WHERE id = ?", (job,)) if 0 < job < 2**63 else []
         if not found:
             raise Error(f"job {job}: there is none of that number")
         return found[0]
 
-    def jobs(self, states: Iterable[State] = STATES, *, limit: int = 1000, before: int = 0) -> list[Row]:
-        """Newest first; `before` gives the page before that number."""
+    def jobs(self, states: Iterable[State] = STATES, *, limit: int = 1000, before: int = 0) -> list[StoredJob]:
+        """Newest first; with `before`, only jobs of smaller numbers."""
         wanted = tuple(states)
         marks = ", ".join("?" * len(wanted))
         return self._select(
             f"WHERE state IN ({marks}) AND id < ? ORDER BY id DESC LIMIT ?", (*wanted, before or 2**63 - 1, limit)
         )
 
-    def active(self) -> list[Row]:
+    def active(self) -> list[StoredJob]:
         """Every job that has not ended, oldest first."""
         return self._select("WHERE state NOT IN ('finished', 'failed', 'cancelled') ORDER BY id", ())
 
     def counts(self) -> dict[str, int]:
         return dict(self._db.execute("SELECT state, COUNT(*) FROM jobs GROUP BY state"))
 
-    def _select(self, where: str, values: tuple[Any, ...]) -> list[Row]:
-        rows = self._db.execute(f"SELECT {_COLUMNS} FROM jobs {where}", values)
-        names = Row.__struct_fields__
+    def _select(self, where: str, values: tuple[Any, ...]) -> list[StoredJob]:
+        rows = self._db.execute(f"SELECT {', '.join(_COLUMNS.values())} FROM jobs {where}", values)
         found = []
         for row in rows:
-            fields = dict(zip(names, row, strict=True))
+            fields = dict(zip(_COLUMNS, row, strict=True))
             fields["options"] = msgspec.json.decode(fields["options"], type=Options)
-            found.append(Row(**fields))
+            found.append(StoredJob(**fields))
         return found
 
     def move(self, job: int, state: State, *, reason: str = "", **fields: Any) -> None:
-        """The job's next state, with whatever changes together with it; WrongMove if it does not follow.
+        """Stores the job's next state and the fields that change with it; InvalidTransition if it may not follow.
 
-        Only a running job holds devices.
+        Only a running job has a lease: in other states it ends.
         """
         with self._transaction():
             self._move(job, state, time.time(), fields | {"reason": reason})
@@ -200,7 +202,7 @@ class Store:
     def _move(self, job: int, state: State, now: float, fields: dict[str, Any]) -> None:
         present = self.job(job)
         if state not in NEXT[present.state]:
-            raise WrongMove(f"job {job}: is {present.state}, cannot become {state}")
+            raise InvalidTransition(f"job {job}: is {present.state}, cannot become {state}")
         if state == "running" and present.started is None:
             fields["started"] = now
         if state in ENDED:
@@ -208,21 +210,20 @@ class Store:
         self._update(job, {"state": state, **fields})
 
     def note(self, changes: dict[int, dict[str, Any]]) -> None:
-        """Progress and the like of several jobs, in one transaction."""
+        """Stores fields of several jobs in one transaction; their states stay."""
         if changes:
             with self._transaction():
                 for job, fields in changes.items():
                     self._update(job, fields)
 
     def _update(self, job: int, fields: dict[str, Any]) -> None:
-        assert set(fields) <= set(Row.__struct_fields__) - {"id"}, "columns of the table"
-        names = ", ".join(f"{name} = ?" for name in fields)
+        names = ", ".join(f"{_COLUMNS[name]} = ?" for name in fields)
         self._db.execute(f"UPDATE jobs SET {names} WHERE id = ?", (*fields.values(), job))
 
     # -- leases --
 
     def lease(self, job: int, devices: Iterable[int], **fields: Any) -> None:
-        """The job holds these devices from now on, instead of those it had. It runs, if it did not before."""
+        """Gives the job a lease of these devices in place of the one it had. Its state becomes running."""
         with self._transaction():
             now = time.time()
             if self.job(job).state != "running":
@@ -235,13 +236,13 @@ class Store:
         self._db.execute("UPDATE leases SET stop = ? WHERE job = ? AND stop IS NULL", (time.time(), job))
 
     def end_leases(self) -> None:
-        """Nobody holds devices any more: the cluster goes down."""
+        """Ends all leases: the cluster goes down."""
         with self._transaction():
             self._db.execute("UPDATE leases SET stop = ? WHERE stop IS NULL", (time.time(),))
 
-    def leases(self, *, open_only: bool = False, limit: int = 100_000) -> list[Lease]:
+    def leases(self, *, open_only: bool = False, limit: int = 100_000) -> list[StoredLease]:
         """Newest first."""
         where = "WHERE stop IS NULL" if open_only else ""
         query = f"SELECT job, devices, start, stop FROM leases {where} ORDER BY id DESC LIMIT ?"
         rows = self._db.execute(query, (limit,))
-        return [Lease(job=j, devices=tuple(json.loads(d)), start=a, stop=b) for j, d, a, b in rows]
+        return [StoredLease(job=j, devices=tuple(json.loads(d)), start=a, stop=b) for j, d, a, b in rows]

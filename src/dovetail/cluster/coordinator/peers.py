@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import hmac
 import socket
-import sys
-import time
 import traceback
 from typing import Protocol
 
+from dovetail.cluster.engines.process import note
 from dovetail.cluster.transport import wire
-from dovetail.cluster.transport.messages import Hello, Message, Refused
+from dovetail.cluster.transport.messages import Hello, Message, Refusal
 
-_MOST_WAITING = 4 << 20  # bytes that a peer may leave unread before it is taken for stuck
-_FIRST_WORD = 10.0  # seconds
+_MOST_UNREAD = 4 << 20  # bytes that a peer may leave unread before its connection is closed
+_HELLO_LIMIT = 10.0  # seconds from a connection to its Hello
 
 
-class Link:
-    """The coordinator's side of one connection: says, and never waits."""
+class Peer:
+    """The coordinator's side of one connection. Sending never waits."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -34,7 +33,7 @@ class Link:
         if self._writer.is_closing():
             return
         self._writer.write(wire.encode(message))
-        if self._writer.transport.get_write_buffer_size() > _MOST_WAITING:
+        if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD:
             self.close()
 
     def close(self) -> None:
@@ -42,27 +41,31 @@ class Link:
 
 
 class Listener(Protocol):
-    """Who hears what peers say. `peer` is what `hello` gave for the connection."""
+    """Receives what peers send. `hello` is the first message of the connection, `peer` its sending side."""
 
-    def hello(self, hello: Hello, link: Link) -> str:
-        """Empty if welcome, else the reason why not."""
+    def hello(self, hello: Hello, peer: Peer) -> str:
+        """Called once for each connection with the right key; the reason to refuse it, empty to accept."""
         ...
 
-    def heard(self, hello: Hello, link: Link, message: Message) -> None: ...
+    def heard(self, hello: Hello, peer: Peer, message: Message) -> None:
+        """Called for every later message of an accepted connection."""
+        ...
 
-    def lost(self, hello: Hello, link: Link) -> None: ...
+    def lost(self, hello: Hello, peer: Peer) -> None:
+        """Called once when an accepted connection has ended, whichever side closed it."""
+        ...
 
 
 async def serve(sock: socket.socket, key: str, listener: Listener) -> asyncio.Server:
-    """Listens for peers; each has to know the key."""
+    """Accepts connections of peers that know the cluster's key."""
 
     async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(writer)
+        peer = Peer(writer)
         try:
-            await _converse(reader, link, key, listener)
+            await _converse(reader, peer, key, listener)
         except (wire.Lost, TimeoutError, asyncio.CancelledError):
             pass
-        except Exception:  # a peer that we do not understand must not end the others' coordinator; it will come again
+        except Exception:  # a message that fails must not end the coordinator; the peer will connect again
             traceback.print_exc()
         finally:
             with contextlib.suppress(OSError):
@@ -71,23 +74,18 @@ async def serve(sock: socket.socket, key: str, listener: Listener) -> asyncio.Se
     return await asyncio.start_server(accepted, sock=sock)
 
 
-async def _converse(reader: asyncio.StreamReader, link: Link, key: str, listener: Listener) -> None:
-    hello = await asyncio.wait_for(wire.read(reader), _FIRST_WORD)
+async def _converse(reader: asyncio.StreamReader, peer: Peer, key: str, listener: Listener) -> None:
+    hello = await asyncio.wait_for(wire.read(reader), _HELLO_LIMIT)
     if not isinstance(hello, Hello) or not hmac.compare_digest(hello.key.encode(), key.encode()):
-        link.send(Refused(reason="wrong key"))
+        peer.send(Refusal(reason="wrong key"))
         return
-    reason = listener.hello(hello, link)
+    reason = listener.hello(hello, peer)
     if reason:
         note(f"refused {hello.role} {hello.device if hello.role == 'executor' else hello.job}: {reason}")
-        link.send(Refused(reason=reason))
+        peer.send(Refusal(reason=reason))
         return
     try:
         while True:
-            listener.heard(hello, link, await wire.read(reader))
+            listener.heard(hello, peer, await wire.read(reader))
     finally:
-        listener.lost(hello, link)
-
-
-def note(line: str) -> None:
-    """Into the coordinator's log."""
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {' '.join(line.split())}", file=sys.stderr, flush=True)
+        listener.lost(hello, peer)

@@ -1,4 +1,4 @@
-"""Who starts and watches processes: `local` on one machine, `ray` on several.
+"""Engines start and watch the cluster's processes: `local` on one machine, `ray` on several.
 
 May import `cluster.transport`.
 Begin with `base.py`.

@@ -1,7 +1,6 @@
-"""What the coordinator needs of whoever runs processes: start one, end one, hear of ends. Nothing else.
+"""What the coordinator needs of an engine: to start a process, to kill one, to learn of ends. Nothing else.
 
-No call of an engine is on the path of a task. `local` runs everything on this machine; `ray` places, watches and
-restarts processes on several.
+No task waits for a call of an engine. `local` runs everything on this machine, `ray` on several.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ Role = Literal["executor", "aggregator"]
 
 
 @dataclass(frozen=True)
-class Device:
+class ClusterDevice:
     """One device of the cluster."""
 
     index: int
@@ -21,19 +20,19 @@ class Device:
     """The machine it is on; devices of one node share memory and count as near for locality."""
     kind: Literal["cpu", "emulated"]
     bytes: int
-    """What its jobs may hold together."""
+    """Memory that its jobs may use together."""
     core: int = -1
     """The core a CPU device is pinned to; -1 for none."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """A process has ended; a negative code is a signal."""
+    """The end of a process; a negative code is a signal."""
 
     key: str
     code: int
     node_lost: bool = False
-    """Its machine went with it."""
+    """Whether its machine was lost with it."""
 
 
 class Engine(Protocol):
@@ -42,11 +41,11 @@ class Engine(Protocol):
     name: str
 
     async def open(self) -> dict[str, int]:
-        """Connects. Says which processes run already (key: pid or other number), after a coordinator's restart."""
+        """Connects. The processes that run already, after a coordinator's restart: process id by key."""
         ...
 
-    async def devices(self) -> list[Device]:
-        """What there is; may grow when machines join."""
+    async def devices(self) -> list[ClusterDevice]:
+        """All devices; more may be added when machines join."""
         ...
 
     async def start(self, key: str, role: Role, settings: dict[str, Any], *, node: str = "") -> None:
@@ -57,13 +56,13 @@ class Engine(Protocol):
         ...
 
     async def kill(self, key: str) -> None:
-        """Ends it with everything it started, at once; no error if it is gone."""
+        """Kills the process and everything it started; no error if it has ended."""
         ...
 
     async def exits(self) -> list[Exit]:
-        """Waits for the next ends."""
+        """Waits for the next ends of processes."""
         ...
 
     async def close(self, *, stop: bool) -> None:
-        """`stop`: ends all processes (`dovetail cluster down`); otherwise lets go of them."""
+        """Disconnects. `stop`: kills all processes first (`dovetail cluster down`); otherwise they go on."""
         ...

@@ -1,4 +1,4 @@
-"""The engine of one machine: the supervisor forks, we ask it to, over its Unix socket."""
+"""The engine of one machine: asks the supervisor, over its Unix socket, to start and kill processes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from dovetail.cluster.home import Home, Settings
 from dovetail.cluster.transport import wire
-from dovetail.cluster.transport.messages import Alive, Exited, Kill, Shutdown, Start
+from dovetail.cluster.transport.messages import Alive, Exited, KillProcess, Shutdown, StartProcess
 
-from .base import Device, Exit, Role
+from .base import ClusterDevice, Exit, Role
 
 NODE = "local"
 
 
-class SupervisorGone(ConnectionError):
-    """Without it nothing can be started or heard of; the coordinator ends too."""
+class SupervisorLost(ConnectionError):
+    """The supervisor has ended. Nothing can be started without it, so the coordinator ends too."""
 
 
 class LocalEngine:
-    """`engine.Engine` on this machine."""
+    """The `Engine` of this machine."""
 
     name = "local"
 
@@ -47,12 +47,12 @@ class LocalEngine:
         except wire.Lost:
             self._exits.put_nowait(None)
 
-    async def devices(self) -> list[Device]:
+    async def devices(self) -> list[ClusterDevice]:
         """Cores in turn for CPU devices; emulated ones wait more than they compute and stay unpinned."""
         s = self._settings
         cores = sorted(os.sched_getaffinity(0))
         return [
-            Device(
+            ClusterDevice(
                 index=i,
                 node=NODE,
                 kind="emulated" if s.emulated else "cpu",
@@ -64,21 +64,21 @@ class LocalEngine:
 
     async def start(self, key: str, role: Role, settings: dict[str, Any], *, node: str = "") -> None:
         given = settings if role == "executor" else settings | {"node": NODE}
-        self._send(Start(key=key, role=role, settings=given))
+        self._send(StartProcess(key=key, role=role, settings=given))
 
     async def kill(self, key: str) -> None:
-        self._send(Kill(key=key))
+        self._send(KillProcess(key=key))
 
-    def _send(self, message: Start | Kill | Shutdown) -> None:
+    def _send(self, message: StartProcess | KillProcess | Shutdown) -> None:
         assert self._writer is not None, "open() comes first"
-        self._writer.write(wire.encode(message))  # small and rare: the buffer cannot grow
+        self._writer.write(wire.encode(message))  # small and rare: no need to wait for the buffer
 
     async def exits(self) -> list[Exit]:
         found = [await self._exits.get()]
         while not self._exits.empty():
             found.append(self._exits.get_nowait())
         if None in found:
-            raise SupervisorGone("the supervisor is gone")
+            raise SupervisorLost("the supervisor has ended")
         return [e for e in found if e is not None]
 
     async def close(self, *, stop: bool) -> None:
@@ -92,4 +92,4 @@ class LocalEngine:
             await self._writer.drain()
             self._writer.close()
         except OSError:
-            pass  # it was quicker
+            pass  # the supervisor has closed it already

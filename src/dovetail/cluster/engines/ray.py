@@ -1,15 +1,16 @@
-"""Many machines: Ray places processes, watches them, and tells of lost machines. No Ray call is on a task's path.
+"""The engine of several machines: Ray starts and watches processes, and reports lost machines.
 
-Machines join with Ray's own command (`ray start --address=HEAD:6379`), before or after the cluster is up. Each node
-offers as many devices as it has of the resource "dovetail_device", or else one for each CPU:
+No task waits for a call of Ray. Machines join with Ray's own command (`ray start --address=HEAD:6379`), before or after
+the cluster is up. Each node offers as many devices as it has of the resource "dovetail_device", or else one for each
+CPU:
 
     ray start --address=head:6379 --resources='{"dovetail_device": 4}'
 
 Every executor and every aggregator has an actor of its own, a *warden*, pinned to its node. The warden starts the
-process, waits for its end and tells its exit code. So jobs' code runs in no process of Ray's: it gets a scrubbed
-environment, and its end is a number instead of an exception. A process dies with its warden (the kernel sees to that),
-a warden with its node. Wardens are detached: they and their processes outlive a coordinator, and a new one finds them
-by name. Ray restarts none of them; whether and where is the coordinator's decision.
+process, waits for its end and reports its exit code. So no job's code runs in a process of Ray: it gets a scrubbed
+environment, and its end is an exit code instead of an exception. The kernel kills a process with its warden; a warden
+dies with its node. Wardens are detached: they and their processes outlive a coordinator, and a new one finds them by
+name. Ray restarts none of them: the coordinator decides whether and where.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.cluster.home import Home, Settings, cluster_id
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, first_line
 from dovetail.core.files import write_text
+from dovetail.core.processes import die_with_parent
 
 from . import process
-from .base import Device, Exit, Role
+from .base import ClusterDevice, Exit, Role
 
 RESOURCE = "dovetail_device"
 """Ray's name for how many devices a node offers."""
@@ -40,7 +42,7 @@ STARTING = 60.0
 
 
 class Warden:
-    """An actor that runs one process and knows how it ended."""
+    """An actor that runs one process and reports its exit code."""
 
     def __init__(self, role: Role, settings: dict[str, Any], home: str, key: str, cluster: str) -> None:
         folder = _folder(Path(home), key, cluster)
@@ -49,7 +51,7 @@ class Warden:
         logs.mkdir(exist_ok=True)
         name = f"executor-{given['device']}" if role == "executor" else f"aggregator-{given['job']}"
         command = [sys.executable, "-m", "dovetail.cluster.engines.ray", role, str(os.getpid()), json.dumps(given)]
-        # In the constructor, which Ray runs on the process's first thread: what the kernel ties the child's life to.
+        # In the constructor, since Ray runs it on the main thread, with whose end the kernel kills the child.
         with (logs / f"{name}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -96,7 +98,7 @@ class RayEngine:
             running[key] = pid
         return running
 
-    async def devices(self) -> list[Device]:
+    async def devices(self) -> list[ClusterDevice]:
         return await asyncio.to_thread(self._devices)
 
     async def start(self, key: str, role: Role, settings: dict[str, Any], *, node: str = "") -> None:
@@ -110,7 +112,7 @@ class RayEngine:
 
         handle = self._wardens.get(key)
         if handle is not None:
-            await asyncio.to_thread(ray.kill, handle)  # its process dies with it; `_watch` hears of it
+            await asyncio.to_thread(ray.kill, handle)  # its process dies with it; `_watch` reports the end
 
     async def exits(self) -> list[Exit]:
         found = [await self._ended.get()]
@@ -123,14 +125,14 @@ class RayEngine:
 
         if stop:
             for handle in list(self._wardens.values()):
-                with contextlib.suppress(Exception):  # whatever Ray says of one, the others end too
+                with contextlib.suppress(Exception):  # a failure with one must not keep the others alive
                     await asyncio.to_thread(ray.kill, handle)
         for task in list(self._watching):
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await asyncio.to_thread(ray.shutdown)
 
-    # -- inside; what may take long runs on other threads --
+    # -- calls of Ray that may take long run on other threads --
 
     def _connect(self) -> dict[str, tuple[Any, int, str]]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -145,20 +147,21 @@ class RayEngine:
                 logging_level=logging.ERROR,
             )
         except (ConnectionError, RuntimeError, ValueError) as e:
-            reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise Error(f"Ray at {self.address!r} does not answer: {reason}; start it with: ray start --head") from None
+            raise Error(
+                f"Ray at {self.address!r} does not answer: {first_line(e)}; start it with: ray start --head"
+            ) from None
         self.host = ray.util.get_node_ip_address()
         found: dict[str, tuple[Any, int, str]] = {}
         for name in ray.util.list_named_actors():
             key, _, rest = name.partition("#")
             node = rest.partition("#")[0]
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # gone meanwhile: nothing to adopt
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it has ended meanwhile: nothing to adopt
                 handle = ray.get_actor(name)
                 pid: Any = ray.get(handle.pid.remote(), timeout=STARTING)
                 found[key] = handle, int(pid), node
         return found
 
-    def _devices(self) -> list[Device]:
+    def _devices(self) -> list[ClusterDevice]:
         """Devices keep their numbers: nodes are listed in a file in the order in which they were first seen."""
         import ray
 
@@ -176,14 +179,16 @@ class RayEngine:
         if fresh:
             known |= {name: alive[name] for name in fresh}
             write_text(path, json.dumps(known, indent=1) + "\n")
-        found: list[Device] = []
+        found: list[ClusterDevice] = []
         index = 0
         for name, count in known.items():
             for i in range(count):
                 if name in alive:
                     kind: Literal["cpu", "emulated"] = "emulated" if self.emulated else "cpu"
                     core = -1 if self.emulated else i
-                    found.append(Device(index=index + i, node=name, kind=kind, bytes=self.device_bytes, core=core))
+                    found.append(
+                        ClusterDevice(index=index + i, node=name, kind=kind, bytes=self.device_bytes, core=core)
+                    )
             index += count
         return found
 
@@ -191,11 +196,11 @@ class RayEngine:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        # Without a wish, here: with this machine the coordinator would be lost too.
+        # Without `node` on this machine: if it is lost, so is the coordinator.
         alive = {n["NodeID"]: n["Resources"] for n in ray.nodes() if n["Alive"]}
         chosen = self._nodes.get(node, "") if node else ray.get_runtime_context().get_node_id()
         if chosen not in alive:
-            raise Error(f"{key}: its machine {node} is gone")
+            raise Error(f"{key}: its machine {node} is lost")
         if role == "aggregator":
             node = next((name for name, number in self._nodes.items() if number == chosen), "")
             settings = {**settings, "node": node}
@@ -241,12 +246,12 @@ class RayEngine:
         wanted = self._nodes.get(node)
         try:
             return bool(wanted) and not any(n["Alive"] for n in ray.nodes() if n["NodeID"] == wanted)
-        except Exception:  # Ray itself is gone: then so is every node
+        except Exception:  # Ray itself does not answer: every node is lost
             return True
 
 
 def _folder(home: Path, key: str, cluster: str) -> Path:
-    """The cluster's home where this machine sees it; otherwise a folder of this machine's own, with the key."""
+    """The cluster's home if this machine sees it; otherwise a folder on this machine, with the key."""
     with contextlib.suppress(OSError):
         if (home / "key").read_text(encoding="utf-8") == key:
             return home
@@ -261,9 +266,7 @@ def _folder(home: Path, key: str, cluster: str) -> Path:
 
 def _child(role: str, parent: str, settings: str) -> int:
     """The process that a warden starts: it ends when the warden does."""
-    process.die_with_parent()
-    if os.getppid() != int(parent):
-        return 1  # the warden was gone before the kernel knew
+    die_with_parent(parent=int(parent))
     return process.run(role, json.loads(settings))
 
 

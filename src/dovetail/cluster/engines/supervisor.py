@@ -1,10 +1,10 @@
 """The daemon that `dovetail cluster up` leaves behind on one machine. It starts processes and reports their ends.
 
-It opens the two listening sockets and holds them for good, so that addresses outlive a coordinator; starts the
-coordinator (exec'd: no torch) and, beside it, imports torch once. Then it serves Start, Kill and Shutdown on a Unix
+It opens the two listening sockets and keeps them, so that addresses outlive a coordinator; starts the coordinator
+(exec'd: no torch) and meanwhile imports torch once. Then it serves StartProcess, KillProcess and Shutdown on a Unix
 socket: an executor or an aggregator is a fork of this process, ready within milliseconds. It has one thread, so that
 forking is safe. Everything it started dies with it: executors and aggregators by SIGKILL, the coordinator by SIGTERM,
-which lets that one remove the shared memory.
+so that the coordinator can remove the shared memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import time
 import traceback
 from pathlib import Path
 
-from dovetail.cluster.home import Home, Settings, sweep_arenas
-from dovetail.cluster.transport.messages import Alive, Exited, Kill, Message, Shutdown, Start
+from dovetail.cluster.home import Home, Settings
+from dovetail.cluster.transport.messages import Alive, Exited, KillProcess, Message, Shutdown, StartProcess
 from dovetail.cluster.transport.wire import Connection, Lost
+from dovetail.core.processes import die_with_parent
 
 from . import process
 
 WRONG_SETTINGS = 78
-"""Exit code of a coordinator that would end the same way again: it is not restarted."""
+"""Exit code of a coordinator that would fail the same way again: it is not restarted."""
 _QUIET = 0.3  # seconds without a message after which there is time for more imports
 _LONGEST_PAUSE = 5.0  # seconds before a coordinator that keeps dying is started again
 
@@ -64,7 +65,7 @@ class Supervisor:
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def run(self) -> int:
-        """Until Shutdown; the code to exit with."""
+        """Serves until Shutdown or SIGTERM; the code to exit with."""
         try:
             self._start_coordinator()
             if self.settings.engine == "local":
@@ -80,7 +81,7 @@ class Supervisor:
         if waiting <= 0:
             self._start_coordinator()
             return
-        if self.children and not self.warm:  # the executors run, `up` has answered: now is the time
+        if self.children and not self.warm:  # the executors run and `up` has answered: nobody waits for the imports
             waiting = min(waiting, _QUIET)
         ready = self.selector.select(timeout=waiting)
         if not ready and self.children and not self.warm:
@@ -110,14 +111,14 @@ class Supervisor:
     def _serve(self, connection: Connection) -> None:
         with contextlib.suppress(Lost):
             while (message := connection.receive(timeout=0)) is not None:
-                if isinstance(message, Start):
+                if isinstance(message, StartProcess):
                     self._start(message)
-                elif isinstance(message, Kill):
+                elif isinstance(message, KillProcess):
                     self._kill(message.key)
                 elif isinstance(message, Shutdown):
                     self.ending = True
                 else:
-                    _note(f"ignored a {type(message).__name__}")
+                    process.note(f"supervisor: ignored a {type(message).__name__}")
             return
         self._drop(connection)
 
@@ -125,7 +126,7 @@ class Supervisor:
         try:
             connection.send(message, timeout=5.0)
         except Lost:
-            self._serve(connection)  # its last words count: who says Shutdown may not wait for what we say
+            self._serve(connection)  # what it sent before it closed counts: it may be Shutdown
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
@@ -136,9 +137,9 @@ class Supervisor:
 
     # -- processes --
 
-    def _start(self, message: Start) -> None:
+    def _start(self, message: StartProcess) -> None:
         if message.key in self.children:
-            _note(f"{message.key}: runs already")
+            process.note(f"supervisor: {message.key}: runs already")
             return
         parent = os.getpid()
         pid = os.fork()
@@ -155,9 +156,9 @@ class Supervisor:
             os.setpgid(pid, pid)
         self.children[message.key] = pid
 
-    def _become(self, message: Start, parent: int) -> None:
-        """In the child: a process of its own that has nothing of the supervisor but a copy of its memory."""
-        process.die_with_parent()
+    def _become(self, message: StartProcess, parent: int) -> None:
+        """In the child: gives up everything of the supervisor but the copy of its memory."""
+        die_with_parent()
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         if os.getppid() != parent:
@@ -170,7 +171,7 @@ class Supervisor:
         log = os.open(self.home.logs / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash of a job's code is told, not dumped
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash of a job's code is reported, without a core file
         self.selector.close()
         os.closerange(3, 65536)
         os.chdir(self.home.path)
@@ -182,7 +183,7 @@ class Supervisor:
         pid = os.fork()
         if pid == 0:
             try:
-                process.die_with_parent(signal.SIGTERM)
+                die_with_parent(signal.SIGTERM)
                 if os.getppid() != parent:
                     os._exit(1)
                 os.setpgid(0, 0)
@@ -205,7 +206,7 @@ class Supervisor:
             _kill_group(pid)
 
     def _reap(self) -> None:
-        """Reports every child that has ended. What it had started goes too: its group, before its number is free."""
+        """Reports every child that has ended, and kills its process group before the kernel may reuse its number."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -227,7 +228,7 @@ class Supervisor:
 
     def _coordinator_ended(self, code: int) -> None:
         lived = time.monotonic() - self.coordinator_start
-        _note(f"coordinator ended with {code} after {lived:.1f} s")
+        process.note(f"supervisor: coordinator ended with {code} after {lived:.1f} s")
         self.coordinator = 0
         if code == WRONG_SETTINGS:
             self.ending, self.code = True, code
@@ -236,7 +237,7 @@ class Supervisor:
         self.coordinator_start = time.monotonic() + (0.0 if lived > 10.0 else self.pause - 0.1)
 
     def _end_all(self) -> None:
-        """Nothing stays: no process, no socket, no shared memory."""
+        """Ends all children and removes the sockets and the shared memory."""
         for pid in self.children.values():
             _kill_group(pid)
         if self.coordinator:
@@ -248,10 +249,7 @@ class Supervisor:
             if time.monotonic() > limit and self.coordinator:
                 _kill_group(self.coordinator)
             time.sleep(0.005)
-        sweep_arenas(self.home.path)
-        for name in ("supervisor.sock", "address.json"):
-            with contextlib.suppress(OSError):
-                (self.home.path / name).unlink()
+        self.home.sweep()
 
     def _reap_silently(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -278,23 +276,26 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # by number too: it may not have its group yet
+    for kill in (os.killpg, os.kill):  # by process id too: the child may not have its own group yet
         with contextlib.suppress(OSError):
             kill(pid, signal.SIGKILL)
 
 
 def _import_once() -> None:
-    """torch and our own modules, before the first fork; frozen, so that collections do not touch the shared pages."""
+    """Imports torch and the processes' modules before the first fork.
+
+    Frozen then, so that garbage collections do not touch the shared pages.
+    """
     for name in ("torch", "torch.optim", "dovetail.cluster.executor.main", "dovetail.cluster.aggregator.main"):
         try:
             importlib.import_module(name)
         except ImportError:
-            traceback.print_exc()  # the child will fail the same way and be reported
+            traceback.print_exc()  # the child will fail the same way, and its end is reported
     _freeze()
 
 
 def _import_rest() -> None:
-    """An optimiser's first use imports torch's compiler, for two seconds: here once, not in each aggregator."""
+    """An optimiser's first use imports torch's compiler, which takes two seconds: once here, not in each aggregator."""
     import torch
 
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()
@@ -306,15 +307,11 @@ def _freeze() -> None:
     gc.freeze()
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
-        _note(f"{threads} threads after the imports: a fork copies one of them only")
-
-
-def _note(line: str) -> None:
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} supervisor: {line}", file=sys.stderr, flush=True)
+        process.note(f"supervisor: {threads} threads after the imports: a fork copies one of them only")
 
 
 def main() -> None:
-    """`python -m dovetail.cluster.engines.supervisor HOME`: detaches, then runs. Called by `local.up` only."""
+    """`python -m dovetail.cluster.engines.supervisor HOME`: detaches, then runs. Called by `up_down.up` only."""
     home = Home(Path(sys.argv[1]))
     if os.fork():
         os._exit(0)
@@ -322,9 +319,9 @@ def main() -> None:
     lock = home.lock()
     if lock is None:
         raise SystemExit("dovetail: a supervisor runs already")
-    _note(f"starts as process {os.getpid()}")
+    process.note(f"supervisor: starts as process {os.getpid()}")
     code = Supervisor(home, home.settings()).run()
-    _note("ends")
+    process.note("supervisor: ends")
     sys.exit(code)
 
 

@@ -1,9 +1,9 @@
 """An executor's connection to the coordinator, kept by a thread of its own.
 
-The thread connects, says Hello, and beats twice a second, so that a task that is stuck cannot silence it; when the
-coordinator is gone it tries again, more and more rarely. The executor's main thread only reads: it is woken when there
-is a new connection. What the coordinator must hear (a rank has ended, a job cannot be loaded) is kept until the job is
-revoked and said again on every new connection, since a coordinator that dies may not have written it down.
+The thread connects, says Hello, and sends a heartbeat twice a second, so that a stuck task cannot silence it. When the
+coordinator is lost it reconnects, with growing pauses. The executor's main thread only reads: it is woken when there is
+a new connection. Reports that the coordinator must get (a rank has ended, a job cannot be loaded) are kept until the
+lease is revoked and sent again on every new connection, since a coordinator that died may not have stored them.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import time
 import traceback
 from collections.abc import Callable, Hashable
 
-from dovetail.cluster.transport.messages import Beat, Hello, Message
+from dovetail.cluster.transport.messages import Heartbeat, Hello, Message
 from dovetail.cluster.transport.wire import Connection, Lost
 
 INTERVAL = 0.5
-"""Seconds from beat to beat."""
+"""Seconds between heartbeats."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 _MOST_KEPT = 1000
 
 
-class Link(threading.Thread):
-    """Make it, register `fileno` for reading, then `start`."""
+class CoordinatorLink(threading.Thread):
+    """Create it, register it with a selector for reading, then `start` it."""
 
     def __init__(
         self,
         address: Callable[[], tuple[str, int]],
         *,
         hello: Callable[[], Hello],
-        beat: Callable[[], Beat],
+        heartbeat: Callable[[], Heartbeat],
         chores: Callable[[], None],
     ) -> None:
-        super().__init__(name="beat", daemon=True)
-        self._address, self._hello, self._beat, self._chores = address, hello, beat, chores
+        super().__init__(name="heartbeat", daemon=True)
+        self._address, self._hello, self._heartbeat, self._chores = address, hello, heartbeat, chores
         self._kept: dict[Hashable, tuple[str, Message]] = {}
         self._unsent: list[Message] = []
         self._lock = threading.Lock()
@@ -46,19 +46,19 @@ class Link(threading.Thread):
         self._connection: Connection | None = None
         self._fresh: Connection | None = None
         self._reading: Connection | None = None
-        self._over = False
+        self._dropped = False
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._pause, self._next_try = FIRST_PAUSE, 0.0
 
-    # -- the main thread's side --
+    # -- called by the main thread --
 
     def fileno(self) -> int:
         """Readable when there is a new connection to `take`."""
         return self._bell.fileno()
 
     def take(self) -> Connection | None:
-        """The new connection for reading, if there is one since the last call."""
+        """The connection to read from, if there is a new one since the last call."""
         with contextlib.suppress(BlockingIOError):
             self._bell.recv(64)
         with self._lock:
@@ -66,7 +66,7 @@ class Link(threading.Thread):
         return fresh
 
     def tell(self, job: str, about: Hashable, message: Message) -> None:
-        """Says it to the coordinator, now and whenever there is a new one, until `settled`."""
+        """Sends a report to the coordinator, now and on every new connection, until `settled`."""
         with self._lock:
             while len(self._kept) >= _MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
@@ -74,26 +74,26 @@ class Link(threading.Thread):
             self._unsent.append(message)
         self._news.set()
 
-    def told(self, about: Hashable) -> bool:
-        """Whether that was said and nothing has come of it yet."""
+    def pending(self, about: Hashable) -> bool:
+        """Whether such a report was made and the coordinator has not acted on it yet."""
         with self._lock:
             return about in self._kept
 
     def settled(self, job: str) -> None:
-        """The coordinator has decided about the job: what was said of it is history."""
+        """The coordinator has decided about the job: its reports are dropped."""
         with self._lock:
             for about in [a for a, (whose, _) in self._kept.items() if whose == job]:
                 del self._kept[about]
 
-    def lost(self, reading: Connection) -> None:
-        """The main thread has seen the connection end."""
+    def dropped(self, reading: Connection) -> None:
+        """Tells the thread that the main thread has seen the connection end."""
         reading.close()
         with self._lock:
-            self._over = reading is self._reading
+            self._dropped = reading is self._reading
         self._news.set()
 
     def end(self) -> None:
-        """Lets the thread finish; a last beat tells of the last tasks."""
+        """Ends the thread; a last heartbeat counts the last tasks."""
         self._ended = True
         self._news.set()
         if self.ident is not None:
@@ -102,18 +102,18 @@ class Link(threading.Thread):
             self._bell.close()
             self._ringer.close()
 
-    # -- the thread's side --
+    # -- the thread itself --
 
     def run(self) -> None:
         due = 0.0
         while not self._ended:
             now = time.monotonic()
-            if self._over and self._connection is not None:
+            if self._dropped and self._connection is not None:
                 self._drop()
             if self._connection is None and now >= self._next_try:
                 self._connect()
             if self._connection is not None:
-                self._speak(beat=now >= due)
+                self._send(heartbeat=now >= due)
             if now >= due:
                 due = now + INTERVAL
                 self._do_chores()
@@ -121,7 +121,7 @@ class Link(threading.Thread):
             self._news.wait(max(0.0, wait - time.monotonic()))
             self._news.clear()
         if self._connection is not None:
-            self._speak(beat=True)
+            self._send(heartbeat=True)
             if self._connection is not None:
                 self._drop()
 
@@ -145,18 +145,18 @@ class Link(threading.Thread):
             if self._fresh is not None:
                 self._fresh.close()
             self._fresh = self._reading = reading
-            self._over = False
+            self._dropped = False
             self._unsent = [message for _, message in self._kept.values()]
         with contextlib.suppress(BlockingIOError):
             self._ringer.send(b".")
 
-    def _speak(self, *, beat: bool) -> None:
+    def _send(self, *, heartbeat: bool) -> None:
         connection = self._connection
         assert connection is not None
         with self._lock:
             messages, self._unsent = self._unsent, []
         try:
-            for message in [*messages, *([self._beat()] if beat else [])]:
+            for message in [*messages, *([self._heartbeat()] if heartbeat else [])]:
                 connection.send(message, timeout=5.0)
         except (Lost, OSError):
             self._drop()
@@ -165,7 +165,7 @@ class Link(threading.Thread):
         assert self._connection is not None
         _shut(self._connection)  # the reader sees it end too
         self._connection.close()
-        self._connection, self._over = None, False
+        self._connection, self._dropped = None, False
         self._later()
 
     def _later(self) -> None:
@@ -175,7 +175,7 @@ class Link(threading.Thread):
     def _do_chores(self) -> None:
         try:
             self._chores()
-        except Exception:  # beating must go on
+        except Exception:  # heartbeats must go on
             traceback.print_exc(file=sys.__stderr__)
 
 

@@ -1,57 +1,54 @@
-"""One rank of a gang job: a process of its own that has the device, but for the gaps that it announces.
+"""One rank of a gang job: a process that has the device to itself, except in the gaps that it announces.
 
-It sees exactly the environment that it was given, and where to write its gaps. It leads a process group, dies with the
-executor, and when it ends, or is ended, everything that it started goes too, wherever it has hidden: whoever carries
-its DOVETAIL_GAP in the environment. Its output goes to the job's log, line by line.
+It sees exactly the environment that it was given, plus DOVETAIL_GAP, the file in which it announces gaps. It leads a
+process group and dies with the executor. When it ends, or is ended, every process that it started is killed too, also
+outside the group: they are found by DOVETAIL_GAP in their environment. Its output goes to the job's log, line by line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 from dovetail.cluster.output import Log
 from dovetail.cluster.transport.messages import RankEnded, StartRank
+from dovetail.core.processes import die_with_parent
 from dovetail.planning.sharing.dispatch import Resident
-from dovetail.train.burst.gap_board import VARIABLE, Word
+from dovetail.train.burst.gap_board import VARIABLE, SharedGap
 
-from .gaps import TOLERANCE, Filled, Promise
-from .residents import empty_shape
+from .gaps import TOLERANCE, LastBackgroundTask, Promise
+from .tenant import empty_shape
 
 TAIL_LINES, LINE_BYTES = 20, 4000
-_libc = ctypes.CDLL(None, use_errno=True)  # bound before any fork
-_PR_SET_PDEATHSIG = 1
 
 
 class Rank(Resident):
-    """While it runs it never offers a task; others may have the device while it announces that it is idle."""
+    """It never offers a task; background tasks may have the device while it announces that it is idle."""
 
-    def __init__(self, start: StartRank, home: Path, device: int, filled: Filled) -> None:
-        super().__init__(-1, empty_shape(), (device,), start.rank)
-        self.start, self.filled = start, filled
-        self._gap_file = word_file(home, device, start)
-        self.word = open_word(self._gap_file)
+    def __init__(self, start: StartRank, home: Path, device: int, last_background: LastBackgroundTask) -> None:
+        super().__init__(-1, empty_shape(), (device,), start.priority)
+        self.start, self.last_background = start, last_background
+        self._gap_file = gap_file_of(home, device, start)
+        self.gap = open_gap(self._gap_file)
         self.promise = Promise(start.bound, time.monotonic())
         self.foreground = start.foreground
         self.since = time.monotonic()
         self.log = Log(Path(start.folder) / "log.txt")
         self._last: deque[bytes] = deque(maxlen=TAIL_LINES)
-        self._fillers = filled.count
         try:
             self._process, pipe = _spawn(start, self._gap_file)
         except (OSError, subprocess.SubprocessError):
-            self._let_go()
+            self._release()
             raise
         self.exited = os.pidfd_open(self._process.pid)
-        """Readable when it has ended."""
+        """A pidfd, readable when the process has ended."""
         self._pump = threading.Thread(target=self._copy, args=(pipe,), daemon=True, name="output of a rank")
         self._pump.start()
 
@@ -60,37 +57,36 @@ class Rank(Resident):
         return self.start.job
 
     def spares(self, device: int, now: float, seconds: float) -> bool:
-        return self.promise.allows(now, seconds, self.word.until - now)
+        return self.promise.allows(now, seconds, self.gap.until - now)
 
-    def filler_ended(self, now: float) -> None:
-        """Counts what a task that ran in a gap cost: the time that it ran on after the rank had come back."""
-        self._fillers = self.filled.count
-        back = self.word.since if self.word.until == 0.0 else now
-        lost = self.filled.overlap(back, now)
-        if lost > 0:
-            self.promise.delayed(now, lost)
-        if lost <= TOLERANCE:
+    def background_task_ended(self, now: float) -> None:
+        """Charges the delay of a task that ran in a gap: the time that it ran on after the gap had ended."""
+        back = self.gap.since if self.gap.until == 0.0 else now
+        delay = self.last_background.overlap(back, now)
+        if delay > 0:
+            self.promise.delayed(now, delay)
+        if delay <= TOLERANCE:
             self.promise.clean(now)
 
     def end(self) -> RankEnded:
-        """Ends what is left of it, all of it, and says how it went. Call when `exited`, or to end it now."""
+        """Kills what is left of its processes and reports how it ended. Call when `exited`, or to end it now."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         sweep(str(self._gap_file))
-        self._pump.join(timeout=2.0)  # the pipe has no writer any more
+        self._pump.join(timeout=2.0)  # the pipe has no writer left
         os.close(self.exited)
-        self._let_go()
+        self._release()
         tail = b"\n".join(self._last).decode("utf-8", "replace")
-        return RankEnded(job=self.job, epoch=self.start.epoch, worker=self.start.worker, code=code, tail=tail)
+        return RankEnded(job=self.job, attempt=self.start.attempt, worker=self.start.worker, code=code, tail=tail)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self.log.close()
-        self.word.close()
+        self.gap.close()
         self._gap_file.unlink(missing_ok=True)
 
     def _copy(self, pipe: int) -> None:
-        """Whole lines to the log. A thread of its own, so that a rank never waits because a task runs here."""
+        """Copies whole lines to the log, on a thread of its own: a rank never waits for a task of this process."""
         label = f"rank {self.start.worker}: ".encode()
         rest = b""
         with os.fdopen(pipe, "rb", buffering=0) as out:
@@ -108,16 +104,16 @@ class Rank(Resident):
             self.log.write(b"".join(label + line + b"\n" for line in lines))
 
 
-def word_file(home: Path, device: int, start: StartRank) -> Path:
+def gap_file_of(home: Path, device: int, start: StartRank) -> Path:
     """The file behind DOVETAIL_GAP."""
-    return home / "executors" / f"{device}.{start.job}.{start.epoch}.{start.worker}.gap"
+    return home / "executors" / f"{device}.{start.job}.{start.attempt}.{start.worker}.gap"
 
 
-def open_word(path: Path) -> Word:
-    """A new gap word: busy."""
+def open_gap(path: Path) -> SharedGap:
+    """A new gap file that says busy."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(bytes(Word.BYTES))
-    return Word(path)
+    path.write_bytes(bytes(SharedGap.BYTES))
+    return SharedGap(path)
 
 
 def _spawn(start: StartRank, gap_file: Path) -> tuple[subprocess.Popen[bytes], int]:
@@ -132,7 +128,7 @@ def _spawn(start: StartRank, gap_file: Path) -> tuple[subprocess.Popen[bytes], i
             stdout=writing,
             stderr=writing,
             process_group=0,
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=functools.partial(die_with_parent, parent=os.getpid()),
         )
     except (OSError, subprocess.SubprocessError):
         os.close(reading)
@@ -142,20 +138,10 @@ def _spawn(start: StartRank, gap_file: Path) -> tuple[subprocess.Popen[bytes], i
     return process, reading
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    def prepare() -> None:
-        """In the child, between fork and exec: nothing that could wait for a lock of another thread."""
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
-
-
 def sweep(gap_file: str) -> list[int]:
-    """Ends every process whose environment says that it belongs to a rank: its gap file begins with `gap_file`.
+    """Kills every process that belongs to a rank: the path in its DOVETAIL_GAP begins with `gap_file`.
 
-    At an executor's start "HOME/executors/DEVICE." finds what one that was killed has left.
+    At an executor's start "HOME/executors/DEVICE." finds the processes of an earlier executor that was killed.
     """
     found = []
     mark = f"{VARIABLE}={gap_file}".encode()

@@ -1,12 +1,12 @@
-"""Every task that ran, one line each, in spans/device-D.jsonl of the cluster's home.
+"""Recorded spans: one line for every task that ran, in spans/device-D.jsonl of the cluster's home.
 
-On a task's path a tuple is put into a list. The executor's beating thread writes the list out twice a second, the
-executor once more at its end; a kill loses at most what ran since. A file that has grown to its limit becomes
-device-D.1.jsonl and takes the place of the one before, so a device never has more than two.
+Recording a task appends a tuple to a list. The executor's heartbeat thread writes the list out twice a second, and the
+executor once more at its end; a kill loses at most the tasks since. A file that has grown to its limit replaces
+device-D.1.jsonl, so a device never has more than two files.
 
-Times are of time.monotonic(), which all processes of a machine share. Each file begins, and each executor's part in
-it, with a line that says how that clock stands to the calendar's, so that tasks of several machines can be laid side
-by side. A last line that was cut by a kill is passed over.
+Times are of time.monotonic(), which all processes of a machine share. Each file, and each executor's part of it,
+begins with a line that gives that clock's offset to time.time(), so that tasks of several machines can be compared.
+A last line that was cut by a kill is skipped. Old recordings must stay readable: tags and field names do not change.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from dovetail.core.job import Lease, Schedule, TaskRun
 from dovetail.core.timeline import Timeline
 
 LIMIT_BYTES = 32 * 2**20
-_MOST_WAITING = 100_000  # tasks kept while the disk takes none; later ones are dropped
+_MOST_WAITING = 100_000  # tasks kept while the disk is full; later ones are dropped
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 _Device = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 
 
-class Clock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
-    """An executor begins here."""
+class ClockLine(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
+    """First line of an executor's part."""
 
     device: _Device
     node: str
     boot: str
-    """Tells the machine's starts apart: its clock begins anew with each."""
+    """Id of the machine's boot: its clock restarts with each."""
     offset: float
-    """Seconds to add to the other lines' times for time.time()."""
+    """Seconds to add to the times of the other lines to get time.time()."""
     emulated: bool = False
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True, tag="task", omit_defaults=True):
-    """One task."""
+class TaskLine(msgspec.Struct, frozen=True, kw_only=True, tag="task", omit_defaults=True):
+    """One task that ran."""
 
     job: str
     iteration: int
@@ -52,14 +52,14 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, tag="task", omit_defaults=T
     start: _Seconds
     stop: _Seconds
     overhead: float = 0.0
-    """Seconds from when it could have started (its release or the end of the task before, whichever was later; for one
-    that was held back, when its time had come) to its start."""
+    """Seconds from when it could have started to its start. It could start at its release or at the end of the task
+    before, whichever was later; if it was held back, when that ended."""
     waited: float = -1.0
-    """Seconds from its iteration's release to its start; below 0 if nobody knows."""
+    """Seconds from its iteration's release to its start; below 0 if unknown."""
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
-    """A job was resident on the device, or a rank of a gang had it."""
+class LeaseLine(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
+    """A lease that has ended: a job was served by the device, or a rank of a gang had it."""
 
     job: str
     device: _Device
@@ -67,44 +67,44 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     stop: _Seconds
 
 
-Line = Clock | Ran | Held
+Line = ClockLine | TaskLine | LeaseLine
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
-class Recorder:
-    """The writer of one device. `task` and `lease` may be called while another thread is in `flush`."""
+class DeviceRecorder:
+    """Writes the spans of one device. `task` and `lease` may be called while another thread is in `flush`."""
 
     def __init__(self, home: Path, device: int, *, node: str, emulated: bool, limit: int = LIMIT_BYTES) -> None:
         self.path = Path(home) / "spans" / f"device-{device}.jsonl"
         self._device, self._limit = device, limit
-        self._clock = Clock(
+        self._clock = ClockLine(
             device=device, node=node, boot=_boot(), offset=round(time.time() - time.monotonic(), 6), emulated=emulated
         )
         self._new: list[tuple[str, int, int, float, float, float, float]] = []
-        self._leases: list[Held] = []
+        self._leases: list[LeaseLine] = []
         self._lock = threading.Lock()
         self._file = self._open()
 
     def task(
         self, job: str, iteration: int, worker: int, start: float, stop: float, overhead: float, waited: float = -1.0
     ) -> None:
-        """Notes a task that has ended."""
+        """Records a task that has ended."""
         if len(self._new) < _MOST_WAITING:
             self._new.append((job, iteration, worker, start, stop, overhead, waited))
 
     def lease(self, job: str, start: float, stop: float) -> None:
-        """Notes that a job has left the device."""
-        self._leases.append(Held(job=job, device=self._device, start=_short(start), stop=_short(stop)))
+        """Records a lease that has ended."""
+        self._leases.append(LeaseLine(job=job, device=self._device, start=_short(start), stop=_short(stop)))
 
     def flush(self) -> None:
-        """Writes out what is new. A full disk is no reason to stop computing: then it is tried again later."""
+        """Writes out what is new. If the disk is full, the next call tries again."""
         with self._lock:
             tasks, leases = len(self._new), len(self._leases)
             if not tasks and not leases:
                 return
             lines = [
-                Ran(
+                TaskLine(
                     job=job,
                     iteration=iteration,
                     worker=worker,
@@ -144,7 +144,7 @@ class Recorder:
 
 
 def lines(home: str | Path) -> Iterator[Line]:
-    """All lines of all devices, older files first; whatever is not one is passed over."""
+    """All lines of all devices, older files first; anything else in the files is skipped."""
     for path in sorted(Path(home, "spans").glob("device-*.jsonl"), key=lambda p: (".1." not in p.name, p.name)):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             for line in file:
@@ -152,25 +152,25 @@ def lines(home: str | Path) -> Iterator[Line]:
                     yield _decoder.decode(line)
 
 
-def ran(home: str | Path) -> list[Ran]:
-    """Every recorded task in order of its start, in seconds of the calendar's clock (time.time())."""
+def recorded_tasks(home: str | Path) -> list[TaskLine]:
+    """Every recorded task in order of its start. Times are of time.time()."""
     return _read(home)[0]
 
 
 def read(home: str | Path, *, policy: str = "cluster") -> Schedule:
-    """What ran, and who was resident where, in seconds from the first of either."""
+    """The recorded tasks and leases as a schedule, in seconds from the first of either."""
     tasks, leases, _ = _read(home)
-    covered: dict[tuple[str, int], list[Held]] = {}
+    covered: dict[tuple[str, int], list[LeaseLine]] = {}
     for lease in leases:
         covered.setdefault((lease.job, lease.device), []).append(lease)
-    open_leases: dict[tuple[str, int], Held] = {}
-    for t in tasks:  # of a job that is still there, or was when its executor was killed
+    open_leases: dict[tuple[str, int], LeaseLine] = {}
+    for t in tasks:  # of a lease that lasts, or lasted when its executor was killed
         key = t.job, t.device
         if not any(held.start <= t.start and t.stop <= held.stop for held in covered.get(key, ())):
             start = open_leases[key].start if key in open_leases else t.start
-            open_leases[key] = Held(job=t.job, device=t.device, start=start, stop=t.stop)
+            open_leases[key] = LeaseLine(job=t.job, device=t.device, start=start, stop=t.stop)
     held_all = [*leases, *open_leases.values()]
-    both: list[Ran | Held] = [*tasks, *held_all]
+    both: list[TaskLine | LeaseLine] = [*tasks, *held_all]
     origin = min((x.start for x in both), default=0.0)
     return Schedule(
         policy=policy,
@@ -195,23 +195,23 @@ def read(home: str | Path, *, policy: str = "cluster") -> Schedule:
 
 
 def timeline(home: str | Path, *, name: str = "cluster") -> Timeline:
-    """The same as spans; says whether any device was emulated."""
+    """The same as a timeline; it says whether any device was emulated."""
     emulated = _read(home)[2]
     return msgspec.structs.replace(read(home, policy=name).timeline(), emulated=emulated)
 
 
-def _read(home: str | Path) -> tuple[list[Ran], list[Held], bool]:
-    offsets: dict[tuple[str, str], float] = {}  # one for each machine and start, or its devices would shift
+def _read(home: str | Path) -> tuple[list[TaskLine], list[LeaseLine], bool]:
+    offsets: dict[tuple[str, str], float] = {}  # one per boot of a machine: its devices share a clock
     offset, emulated = 0.0, False
-    tasks: list[Ran] = []
-    leases: list[Held] = []
+    tasks: list[TaskLine] = []
+    leases: list[LeaseLine] = []
     for line in lines(home):
-        if isinstance(line, Clock):
+        if isinstance(line, ClockLine):
             offset = offsets.setdefault((line.node, line.boot), line.offset)
             emulated |= line.emulated
         elif line.stop >= line.start and line.start + offset >= 0:
             moved = msgspec.structs.replace(line, start=line.start + offset, stop=line.stop + offset)
-            if isinstance(moved, Ran):
+            if isinstance(moved, TaskLine):
                 tasks.append(moved)
             else:
                 leases.append(moved)

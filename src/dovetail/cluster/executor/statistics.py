@@ -1,4 +1,4 @@
-"""What an executor counts of itself, for its beats and for whoever asks what it was doing when it died."""
+"""What an executor counts of itself for its heartbeats, and the file that says what it ran if it is killed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 
 RUNNING_BYTES = 128
-_KEPT = 255  # overheads that the median is of
-_REMEMBERED = 60.0  # seconds for which a job that has left is still counted in beats
+_KEPT = 255  # newest overheads, of which the median is reported
+_REMEMBERED = 60.0  # seconds for which a job whose lease has ended is still in heartbeats
 
 
-class Running:
-    """The running job's id in a small mapped file, so that a death can be laid at somebody's door."""
+class RunningFile:
+    """A small mapped file with the running job's id: if the executor dies, that job gets the strike."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,16 +35,8 @@ class Running:
         self._map[:] = self._empty
 
 
-def blamed(path: Path) -> str:
-    """The job that an executor was running when it died, empty if none."""
-    try:
-        return path.read_bytes().rstrip(b"\0").decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-class Tally:
-    """Written by the main thread, read by the beating one."""
+class TaskStatistics:
+    """Written by the main thread, read by the heartbeat thread."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -53,34 +45,35 @@ class Tally:
         self.tasks: dict[str, int] = {}
         self._overheads: deque[float] = deque(maxlen=_KEPT)
         self._total = 0.0
-        self._left: dict[str, float] = {}
+        self._removed: dict[str, float] = {}
 
     def start(self, job: str, now: float) -> None:
         self.since, self.running = now, job
 
     def stop(self, job: str, start: float, stop: float, overhead: float) -> None:
-        """A task has ended."""
+        """Counts a task that has ended. `overhead`: seconds for which it could have run and did not."""
         self.running = ""
         self.busy[job] = self.busy.get(job, 0.0) + stop - start
         self.tasks[job] = self.tasks.get(job, 0) + 1
         self._total += stop - start
         self._overheads.append(overhead)
 
-    def left(self, job: str) -> None:
-        """The job is gone: after a minute of beats its figures may go too."""
+    def removed(self, job: str) -> None:
+        """The job's lease has ended: a minute later its figures are dropped."""
         now = time.monotonic()
-        self._left[job] = now
-        for gone in [j for j, at in self._left.items() if now - at > _REMEMBERED]:
-            del self._left[gone]
-            self.busy.pop(gone, None)
-            self.tasks.pop(gone, None)
+        self._removed[job] = now
+        for old in [j for j, at in self._removed.items() if now - at > _REMEMBERED]:
+            del self._removed[old]
+            self.busy.pop(old, None)
+            self.tasks.pop(old, None)
 
     def returned(self, job: str) -> None:
-        self._left.pop(job, None)
+        """The job has a lease again: its figures stay."""
+        self._removed.pop(job, None)
 
     @property
     def overhead(self) -> float:
-        """Median of the last tasks."""
+        """Median seconds over the last tasks."""
         recent = list(self._overheads)
         return median(recent) if recent else 0.0
 

@@ -1,7 +1,7 @@
-"""Who is on a device: jobs that were granted, the connections to their aggregators, and ranks of gangs.
+"""All tenants of a device: jobs with a lease, the connections to their aggregators, and ranks of gangs.
 
-Grants and revocations come from the coordinator, readiness from aggregators, ends of ranks from the kernel; one
-selector waits for all of them. What is ready and who may go first is then in `residents` and `ranks`.
+The coordinator grants and revokes leases, aggregators offer tasks, the kernel tells of ranks that have ended; one
+selector waits for all of them. `jobs` and `ranks` then say which tasks are ready and who goes first.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.cluster.job.spec import first_line
 from dovetail.cluster.output import Log
 from dovetail.cluster.transport.messages import (
-    Beat,
     Failed,
-    Grant,
+    GrantLease,
+    Heartbeat,
     Hello,
     Join,
     Leave,
     Message,
     RankEnded,
-    Refused,
-    Revoke,
+    Refusal,
+    RevokeLease,
     Shutdown,
     StartRank,
 )
 from dovetail.cluster.transport.wire import Connection, Lost
+from dovetail.core.errors import typed_line
 
-from .coordinator_link import Link
+from .coordinator_link import CoordinatorLink
 from .gang import Rank, sweep
-from .gaps import Filled
-from .recorder import Recorder
-from .residents import Live
-from .statistics import Tally
+from .gaps import LastBackgroundTask
+from .recorder import DeviceRecorder
+from .statistics import TaskStatistics
+from .tenant import Tenant
 
 STUCK = 1.0
-"""Seconds after which an aggregator that does not read counts as lost: nothing we say is long."""
+"""Seconds after which an aggregator that does not read counts as lost: our messages are short."""
 
 
 class Tenants:
-    """All methods but `hello` and `chores` are the main thread's."""
+    """Only the main thread calls its methods, except `hello` and `chores`, which the heartbeat thread calls."""
 
     def __init__(
         self,
@@ -52,37 +52,37 @@ class Tenants:
         key: str,
         coordinator: tuple[str, int],
         hello: Callable[[tuple[tuple[str, int], ...]], Hello],
-        beat: Callable[[], Beat],
-        recorder: Recorder,
-        tally: Tally,
+        heartbeat: Callable[[], Heartbeat],
+        recorder: DeviceRecorder,
+        statistics: TaskStatistics,
     ) -> None:
         self.home, self.device, self.node = home, device, node
-        self.residents: list[Live] = []
-        """In order of rank."""
+        self.jobs: list[Tenant] = []
+        """In order of priority."""
         self.ranks: dict[tuple[str, int], Rank] = {}
-        self.filled = Filled()
+        self.last_background = LastBackgroundTask()
         self.refused = ""
-        """Why the coordinator does not want this executor."""
+        """The coordinator's reason for refusing this executor."""
         self.closing = False
-        """The cluster goes down."""
-        self._key, self._hello, self._recorder, self._tally = key, hello, recorder, tally
-        self._jobs: dict[str, Live] = {}
-        sweep(f"{home}/executors/{device}.")  # what an executor before this one has left, if it was killed
+        """The cluster shuts down."""
+        self._key, self._hello, self._recorder, self._statistics = key, hello, recorder, statistics
+        self._by_id: dict[str, Tenant] = {}
+        sweep(f"{home}/executors/{device}.")  # processes of an earlier executor that was killed
         self._selector = selectors.DefaultSelector()
         self._coordinator: Connection | None = None
-        self.link = Link(lambda: coordinator, hello=self.hello, beat=beat, chores=self.chores)
+        self.link = CoordinatorLink(lambda: coordinator, hello=self.hello, heartbeat=heartbeat, chores=self.chores)
         self._selector.register(self.link, selectors.EVENT_READ, self.link)
 
-    # -- the beating thread's: only reads --
+    # -- called by the heartbeat thread: only reads --
 
     def hello(self) -> Hello:
-        served = [(r.job, r.grant.epoch) for r in list(self.residents)]
-        served += [(rank.job, rank.start.epoch) for rank in list(self.ranks.values())]
+        served = [(tenant.job, tenant.lease.attempt) for tenant in list(self.jobs)]
+        served += [(rank.job, rank.start.attempt) for rank in list(self.ranks.values())]
         return self._hello(tuple(dict.fromkeys(served)))
 
     def chores(self) -> None:
         self._recorder.flush()
-        for log in [*(r.log for r in list(self.residents)), *(r.log for r in list(self.ranks.values()))]:
+        for log in [*(tenant.log for tenant in list(self.jobs)), *(rank.log for rank in list(self.ranks.values()))]:
             if log is not None:
                 log.trim()
 
@@ -90,20 +90,20 @@ class Tenants:
 
     def listen(self, timeout: float) -> None:
         now = time.monotonic()
-        for live in self.residents:
-            if live.connection is None and now >= live.retry_at:
-                self.speak()  # before whatever may take long, here and below
-                self._join(live)
+        for tenant in self.jobs:
+            if tenant.connection is None and now >= tenant.retry_at:
+                self.send()  # before anything that may take long, here and below
+                self._join(tenant)
         for key, _ in self._selector.select(timeout):
-            if isinstance(key.data, Live):
+            if isinstance(key.data, Tenant):
                 self.read(key.data)
             elif isinstance(key.data, Rank):
-                self.speak()
+                self.send()
                 self._rank_ended(key.data)
-            elif isinstance(key.data, Link):
+            elif isinstance(key.data, CoordinatorLink):
                 self._reconnected()
             else:
-                self._obey()
+                self._read_coordinator()
 
     def _reconnected(self) -> None:
         fresh = self.link.take()
@@ -115,11 +115,11 @@ class Tenants:
     def _drop_coordinator(self) -> None:
         if self._coordinator is not None:
             self._selector.unregister(self._coordinator)
-            self.link.lost(self._coordinator)
+            self.link.dropped(self._coordinator)
             self._coordinator = None
 
-    def _obey(self) -> None:
-        """What the coordinator says."""
+    def _read_coordinator(self) -> None:
+        """Obeys the coordinator's messages."""
         if self._coordinator is None:
             return
         try:
@@ -127,134 +127,137 @@ class Tenants:
         except Lost:
             self._drop_coordinator()
             return
-        self.speak()
+        self.send()
         for message in messages:
-            if isinstance(message, Grant):
-                self._granted(message)
-            elif isinstance(message, Revoke):
-                self._revoked(message)
+            if isinstance(message, GrantLease):
+                self._lease_granted(message)
+            elif isinstance(message, RevokeLease):
+                self._lease_revoked(message)
             elif isinstance(message, StartRank):
                 self._start_rank(message)
-            elif isinstance(message, Refused):
+            elif isinstance(message, Refusal):
                 self.refused = message.reason or "no reason given"
             elif isinstance(message, Shutdown):
                 self.closing = True
 
-    def read(self, live: Live) -> None:
-        """What an aggregator says."""
-        if live.connection is None:
+    def read(self, tenant: Tenant) -> None:
+        """Handles what has come from an aggregator."""
+        if tenant.connection is None:
             return
         try:
-            messages = live.connection.waiting()
+            messages = tenant.connection.waiting()
         except Lost:
-            self.unplug(live)
+            self.disconnect(tenant)
             return
         now = time.monotonic()
         for message in messages:
-            self.hear(live, message, now)
+            self.hear(tenant, message, now)
 
-    def hear(self, live: Live, message: Message, now: float) -> None:
+    def hear(self, tenant: Tenant, message: Message, now: float) -> None:
         if isinstance(message, Leave):
-            self.unplug(live, drop=True)
-            live.retry_at = float("inf")
-        elif live.connection is not None:
-            live.hear(message, now)
+            self.disconnect(tenant, drop=True)
+            tenant.retry_at = float("inf")
+        elif tenant.connection is not None:
+            tenant.hear(message, now)
 
-    def speak(self) -> None:
-        """Says what aggregators are to hear. Whom it wakes may want this core at once: first the next task is ours."""
-        for live in self.residents:
-            if live.unsaid:
-                self._speak(live)
+    def send(self) -> None:
+        """Sends what is due to aggregators.
 
-    def _speak(self, live: Live) -> None:
-        unsaid, live.unsaid = live.unsaid, []
-        if live.connection is not None:
+        Called after the next task is taken, since an aggregator that wakes up may want this core at once.
+        """
+        for tenant in self.jobs:
+            if tenant.unsent:
+                self._send(tenant)
+
+    def _send(self, tenant: Tenant) -> None:
+        messages, tenant.unsent = tenant.unsent, []
+        if tenant.connection is not None:
             try:
-                live.connection.send(*unsaid, timeout=STUCK)
+                tenant.connection.send(*messages, timeout=STUCK)
             except Lost:
-                self.unplug(live)
+                self.disconnect(tenant)
 
-    # -- grants --
+    # -- leases --
 
-    def _granted(self, grant: Grant) -> None:
-        live = self._jobs.get(grant.job)
-        if live is None:
+    def _lease_granted(self, lease: GrantLease) -> None:
+        tenant = self._by_id.get(lease.job)
+        if tenant is None:
             try:
-                log = Log(Path(grant.folder) / "log.txt")
+                log = Log(Path(lease.folder) / "log.txt")
             except OSError as e:  # a full disk, or a folder that this machine does not see
-                reason = f"device {self.device}: {grant.folder}: {first_line(e)}"
-                message = Failed(job=grant.job, epoch=grant.epoch, reason=reason)
-                self.link.tell(grant.job, ("log", grant.job, grant.epoch), message)
+                reason = f"device {self.device}: {lease.folder}: {typed_line(e)}"
+                message = Failed(job=lease.job, attempt=lease.attempt, reason=reason)
+                self.link.tell(lease.job, ("log", lease.job, lease.attempt), message)
                 return
-            self._tally.returned(grant.job)
-            live = self._jobs[grant.job] = Live(grant, self.device, self.filled, node=self.node)
-            live.log = log
-            self.residents.append(live)
-        elif grant.epoch > live.grant.epoch:
-            self.link.settled(grant.job)
-            self.unplug(live, drop=True)
-            live.regrant(grant)
-            live.retry_at = 0.0
-        elif grant.epoch == live.grant.epoch:
-            live.regrant(grant)
-        self.residents.sort(key=lambda r: r.rank)
+            self._statistics.returned(lease.job)
+            tenant = self._by_id[lease.job] = Tenant(lease, self.device, self.last_background, node=self.node)
+            tenant.log = log
+            self.jobs.append(tenant)
+        elif lease.attempt > tenant.lease.attempt:
+            self.link.settled(lease.job)
+            self.disconnect(tenant, drop=True)
+            tenant.renew(lease)
+            tenant.retry_at = 0.0
+        elif lease.attempt == tenant.lease.attempt:
+            tenant.renew(lease)
+        self.jobs.sort(key=lambda tenant: tenant.precedence)
 
-    def _revoked(self, revoke: Revoke) -> None:
-        for rank in [r for r in self.ranks.values() if r.job == revoke.job and r.start.epoch <= revoke.epoch]:
+    def _lease_revoked(self, revoke: RevokeLease) -> None:
+        for rank in [r for r in self.ranks.values() if r.job == revoke.job and r.start.attempt <= revoke.attempt]:
             self._rank_ended(rank)
-        live = self._jobs.get(revoke.job)
-        if live is not None and live.grant.epoch <= revoke.epoch:
-            del self._jobs[revoke.job]
-            self.residents.remove(live)
-            self._let_go(live)
-            self._tally.left(revoke.job)
-        if revoke.job not in self._jobs:
+        tenant = self._by_id.get(revoke.job)
+        if tenant is not None and tenant.lease.attempt <= revoke.attempt:
+            del self._by_id[revoke.job]
+            self.jobs.remove(tenant)
+            self._remove(tenant)
+            self._statistics.removed(revoke.job)
+        if revoke.job not in self._by_id:
             self.link.settled(revoke.job)
 
-    def _let_go(self, live: Live) -> None:
-        live.unsaid.append(Leave(reason="the device was taken back"))
-        self._speak(live)
-        self.unplug(live, drop=True)
-        if live.log is not None:
-            live.log.trim()
-            live.log.close()
-        self._recorder.lease(live.job, live.since, time.monotonic())
+    def _remove(self, tenant: Tenant) -> None:
+        tenant.unsent.append(Leave(reason="the lease was revoked"))
+        self._send(tenant)
+        self.disconnect(tenant, drop=True)
+        if tenant.log is not None:
+            tenant.log.trim()
+            tenant.log.close()
+        self._recorder.lease(tenant.job, tenant.since, time.monotonic())
 
-    def _join(self, live: Live) -> None:
+    def _join(self, tenant: Tenant) -> None:
         try:
-            connection = Connection.to(live.grant.aggregator, timeout=2.0)
+            connection = Connection.to(tenant.lease.aggregator, timeout=2.0)
             connection.send(
-                Join(key=self._key, job=live.job, epoch=live.grant.epoch, device=self.device, node=self.node)
+                Join(key=self._key, job=tenant.job, attempt=tenant.lease.attempt, device=self.device, node=self.node)
             )
         except (OSError, Lost):
-            live.disconnected(drop=False)
+            tenant.disconnected(drop=False)
             return
-        live.connection = connection
-        self._selector.register(connection, selectors.EVENT_READ, live)
+        tenant.connection = connection
+        self._selector.register(connection, selectors.EVENT_READ, tenant)
 
-    def unplug(self, live: Live, *, drop: bool = False) -> None:
-        """The connection is over. What a channel has filled goes with it; shared memory may be joined again."""
-        if live.connection is not None:
-            self._selector.unregister(live.connection)
-            live.connection.close()
-        remote = live.welcome is not None and not live.welcome.memory
-        live.disconnected(drop=drop or remote)
+    def disconnect(self, tenant: Tenant, *, drop: bool = False) -> None:
+        """Closes the connection. Tensors that came over a channel are dropped; shared memory may be joined again."""
+        if tenant.connection is not None:
+            self._selector.unregister(tenant.connection)
+            tenant.connection.close()
+        remote = tenant.welcome is not None and not tenant.welcome.memory
+        tenant.disconnected(drop=drop or remote)
 
     # -- gangs --
 
     def _start_rank(self, start: StartRank) -> None:
-        """A rank that runs, or has ended and was reported, is not started twice by a coordinator that forgot."""
-        about = ("rank", start.job, start.epoch, start.worker)
+        """Starts a rank, unless it runs or has ended and was reported: a restarted coordinator may ask again."""
+        about = ("rank", start.job, start.attempt, start.worker)
         before = self.ranks.get((start.job, start.worker))
-        if self.link.told(about) or (before is not None and before.start.epoch >= start.epoch):
+        if self.link.pending(about) or (before is not None and before.start.attempt >= start.attempt):
             return
         if before is not None:
             self._rank_ended(before)
         self.link.settled(start.job)
         try:
-            rank = Rank(start, self.home, self.device, self.filled)
+            rank = Rank(start, self.home, self.device, self.last_background)
         except (OSError, ValueError) as e:
-            message = RankEnded(job=start.job, epoch=start.epoch, worker=start.worker, code=127, tail=first_line(e))
+            message = RankEnded(job=start.job, attempt=start.attempt, worker=start.worker, code=127, tail=typed_line(e))
             self.link.tell(start.job, about, message)
             return
         self.ranks[start.job, start.worker] = rank
@@ -267,14 +270,14 @@ class Tenants:
         self._selector.unregister(rank.exited)
         message = rank.end()
         self._recorder.lease(rank.job, rank.since, time.monotonic())
-        self.link.tell(rank.job, ("rank", rank.job, message.epoch, message.worker), message)
+        self.link.tell(rank.job, ("rank", rank.job, message.attempt, message.worker), message)
 
     def close(self) -> None:
-        """Everybody leaves."""
+        """Ends all leases and ranks."""
         for rank in list(self.ranks.values()):
             self._rank_ended(rank)
-        for live in self.residents:
-            self._let_go(live)
+        for tenant in self.jobs:
+            self._remove(tenant)
         self._recorder.close()
         self._drop_coordinator()
         self._selector.close()

@@ -1,5 +1,5 @@
-"""A job as its processes share it: its file, how it was submitted, its tensors in shared memory.
+"""A job as its processes share it: its file, its submission, its objects, and its tensors in shared memory.
 
 May import `core`, `planning` and `train.partial`.
-Begin with `spec.py`.
+Begin with `spec.py`, then `objects.py` and `arena.py`.
 """

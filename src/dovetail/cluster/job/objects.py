@@ -1,7 +1,7 @@
-"""A job's own objects: model, data, optimiser, scheduler. What cannot work is refused here, before the first task.
+"""Makes a job's own objects (model, data, optimiser, scheduler) and refuses unusable ones before the first task.
 
-Everything is made under the job's seed, so that every process that makes a part makes the same one. What a job changes
-for the whole process (torch's default dtype) stays its own: others share the process.
+Everything is made under the job's seed, so that every process makes the same. What a job sets for the whole process
+(torch's default dtype) applies to that job alone, since jobs share processes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, typed_line
 
-from .spec import TrainingJob, first_line
+from .spec import TrainingJob
 
 R = TypeVar("R")
 AGGREGATOR = -1
-"""Stands in the place of a worker where the aggregator is seeded."""
+"""The worker number with which the aggregator is seeded."""
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 class JobError(Error):
-    """The job's own code raised, or gave something that cannot be used. One line, and the trace for the job's log."""
+    """The job's own code raised, or returned something unusable. One line, and the stack trace for the job's log."""
 
     def __init__(self, line: str, trace: str = "") -> None:
         self.trace = trace
@@ -40,7 +40,7 @@ class JobError(Error):
 
 @contextmanager
 def blaming(what: str = "") -> Iterator[None]:
-    """Whatever the job's code raises inside becomes a JobError that begins with `what`."""
+    """Turns whatever the job's code raises inside into a JobError that begins with `what`."""
     where = f"{what}: " if what else ""
     try:
         yield
@@ -49,30 +49,30 @@ def blaming(what: str = "") -> Iterator[None]:
     except Error as e:
         raise JobError(f"{where}{e}") from None
     except (Exception, SystemExit) as e:
-        raise JobError(f"{where}{first_line(e)}", traceback.format_exc()) from e
+        raise JobError(f"{where}{typed_line(e)}", traceback.format_exc()) from e
 
 
 def mixed(*numbers: int) -> int:
-    """One seed out of several numbers, the same in every process and release."""
+    """One seed from several numbers, the same in every process and release."""
     packed = b"".join(n.to_bytes(8, "little", signed=True) for n in numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed asks for every kind of device
+    torch.default_generator.manual_seed(seed)  # the CPU's only: torch.manual_seed looks at every kind of device
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
 def use_defaults(job: TrainingJob) -> None:
-    """What the job's file made torch's default dtype."""
+    """Sets torch's default dtype to what the job file set."""
     if job.default_dtype:
         torch.set_default_dtype(getattr(torch, job.default_dtype))
 
 
 @contextmanager
 def own_defaults(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, torch's default dtype is the job's; afterwards what it was, whatever the job did."""
+    """Inside, torch's default dtype is the job's and gradients are on; afterwards both are as before."""
     before, mode = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
         if dtype != before:
@@ -86,7 +86,7 @@ def own_defaults(dtype: torch.dtype) -> Iterator[None]:
 
 
 def make_model(job: TrainingJob) -> nn.Module:
-    """In training mode, as the seed makes it."""
+    """The job's model, made under its seed, in training mode."""
     seed_everything(mixed(job.seed, 0, 0))
     with blaming("model"):
         model = job.model()
@@ -106,7 +106,7 @@ def make_model(job: TrainingJob) -> nn.Module:
 
 
 def make_optimizer(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer:
-    """Over the model's parameters and no others; in torch's fastest form where the job leaves that to torch."""
+    """The job's optimiser, over the model's parameters only; in torch's fastest form unless the job chose one."""
     seed_everything(mixed(job.seed, 0, 1))
     with blaming("optimizer"):
         optimizer = job.optimizer(list(model.parameters()))
@@ -115,7 +115,7 @@ def make_optimizer(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer:
             f"optimizer: expected a function that makes a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise JobError("optimizer: LBFGS runs the model inside its step, which happens off the devices here")
+        raise JobError("optimizer: LBFGS runs the model inside its step, which here does not run on the devices")
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise JobError("optimizer: SparseAdam wants sparse gradients, which cannot be averaged here")
     own = {id(p) for p in model.parameters()}
@@ -132,7 +132,7 @@ def make_optimizer(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _quicken(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """The same rule in one kernel, or without a Python loop over tensors; a choice of the job's own stands."""
+    """Uses torch's fused or foreach form of the same rule, unless the job has chosen one itself."""
     if group.get("foreach", False) is not None or group.get("fused") is not None:
         return
     if group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor):
@@ -144,8 +144,8 @@ def _quicken(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         group["foreach"] = True
 
 
-class Schedule:
-    """The job's scheduler, if it has one; steps after every step of the training."""
+class LearningRateSchedule:
+    """The job's learning-rate scheduler, if it has one; it steps after every iteration."""
 
     def __init__(self, job: TrainingJob, optimizer: torch.optim.Optimizer) -> None:
         self.own: Any = None
@@ -161,7 +161,7 @@ class Schedule:
             try:
                 torch.load(probe, weights_only=True)
             except Exception as e:
-                raise JobError(f"scheduler: its state cannot go into a checkpoint: {first_line(e)}") from e
+                raise JobError(f"scheduler: its state cannot be stored in a checkpoint: {typed_line(e)}") from e
 
     def step(self, loss: float) -> None:
         if isinstance(self.own, ReduceLROnPlateau):
@@ -178,7 +178,7 @@ class Schedule:
 
 
 class Samples:
-    """The job's data in its order: one endless stream, shuffled anew in every epoch, cut into global batches."""
+    """The job's data as one endless stream, shuffled anew in every epoch, cut into global batches."""
 
     def __init__(self, job: TrainingJob) -> None:
         seed_everything(mixed(job.seed, 0, 2))
@@ -197,7 +197,7 @@ class Samples:
         self._orders: dict[int, torch.Tensor] = {}
 
     def indices(self, iteration: int, start: int, stop: int) -> list[int]:
-        """Samples [start, stop) of an iteration's global batch."""
+        """Indices of the samples [start, stop) of an iteration's global batch."""
         at, end = iteration * self._batch + start, iteration * self._batch + stop
         found: list[int] = []
         while at < end:
@@ -208,10 +208,12 @@ class Samples:
         return found
 
     def batch(self, iteration: int, start: int, stop: int) -> Any:
-        """Collated. Dataset and collate are the job's code: call it where that is expected."""
+        """The collated samples. Runs the job's code (dataset and collate)."""
         wanted = self.indices(iteration, start, stop)
         if self._collate is None and type(self._data) is TensorDataset:
-            return [tensor[wanted] for tensor in self._data.tensors]  # what collating single samples gives, at once
+            return [
+                tensor[wanted] for tensor in self._data.tensors
+            ]  # the same as collating single samples, but quicker
         many: Callable[[Sequence[int]], list[Any]] | None = getattr(self._data, "__getitems__", None)
         samples = many(wanted) if many is not None else [self._data[i] for i in wanted]
         return (self._collate or default_collate)(samples)

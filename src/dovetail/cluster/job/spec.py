@@ -1,10 +1,10 @@
-"""Job files: a Python file that defines `job = TrainingJob(...)`. Loading one either works or says in one line why not.
+"""Job files: a Python file that defines `job = TrainingJob(...)`. Loading one works or fails with a one-line reason.
 
     from dovetail import TrainingJob
 
     job = TrainingJob(model=..., data=..., loss=..., optimizer=..., steps=1000, batch=64, workers=4)
 
-Nothing here imports torch: what a file's functions return is looked at by `parts`, in the processes that run them.
+Nothing here imports torch: `objects` checks what a file's functions return, in the processes that run them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dovetail.core.errors import Error, InputError
+from dovetail.core.errors import Error, InputError, typed_line
 from dovetail.core.profile import Profile
 from dovetail.planning.depth.guard import Guard
 
@@ -41,13 +41,14 @@ _MISSING: Any = object()
 class TrainingJob:
     """A training that devices share task by task.
 
-    In every step the global batch is cut into one part per worker. A task is one worker's part: it takes the weights,
-    runs forward and as much of backward as its depth says, and hands over its gradients; any device may run it. When
-    all have ended, gradients are averaged over the workers that computed them, weighted by samples, and the optimiser
-    steps, off the devices.
+    In every iteration the global batch is cut into one part per worker. A task is one worker's part: it takes the
+    weights, runs forward and as much of backward as its depth says, and hands over its gradients; any device may run
+    it. When all have ended, gradients are averaged over the workers that computed them, weighted by samples, and the
+    optimiser steps, off the devices.
 
-    Tasks are seeded from (seed, step, worker) and samples are shuffled from (seed, epoch), so the losses do not depend
-    on who ran what where, and a training that goes on from a checkpoint gives the same bits as one that never stopped.
+    Tasks are seeded from (seed, iteration, worker) and samples are shuffled from (seed, epoch), so the losses do not
+    depend on which device ran which task, and a training that resumes from a checkpoint gives the same bits as one that
+    never stopped.
     """
 
     model: Callable[[], nn.Module] = _MISSING
@@ -57,31 +58,32 @@ class TrainingJob:
     """From the model and a collated batch to a scalar: the mean over the batch's samples."""
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _MISSING
     steps: int = _MISSING
+    """Number of iterations."""
     batch: int = _MISSING
-    """Samples per step, of all workers together."""
+    """Samples per iteration, of all workers together."""
     workers: int = 1
     seed: int = 0
     spb: Spb = "off"
-    """How deep workers backpropagate: all the way, by the ladder, by the ladder with batches such that all tasks take
-    as long, or as the gradients' noise allows."""
+    """How deep workers backpropagate: "off" all the way, "ladder" by the ladder, "balanced" by the ladder with batches
+    such that all tasks take equally long, "guard" as deep as the gradients' noise requires."""
     guard: Guard = dataclasses.field(default_factory=Guard)
     """For `spb="guard"`: how much progress partial depth may cost."""
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
-    """Makes a learning-rate scheduler, which steps after every step of the training."""
+    """Makes a learning-rate scheduler, which steps after every iteration."""
     collate: Callable[[list[Any]], Any] | None = None
     checkpoint_every: int = 50
-    """Steps from one checkpoint to the next; there is one every 30 seconds in any case."""
+    """Iterations from one checkpoint to the next; there is one at least every 30 seconds."""
     name: str = ""
-    """What the job's own log calls it; the cluster knows it by its file's name, or by `submit --name`."""
+    """The job's name in its own log; elsewhere it has its file's name, or that of `submit --name`."""
     profile: Profile | None = None
-    """What a task takes: where segments are cut, and on emulated devices how long tasks last. An even share of the
-    batch stands for the profile's own batch."""
+    """Layer times: they decide where segments are cut and, on emulated devices, how long tasks last. An even share of
+    the batch takes as long as the profile's own batch."""
     task_seconds: tuple[float, float] | None = None
     """In place of a profile: seconds of a worker's forward and whole backward pass on an even share of the batch."""
     off_device: float = 0.0
-    """Emulated seconds between the last task of a step and the next step, for what is not on the device."""
+    """Emulated seconds between the last task of an iteration and the next iteration, for work off the devices."""
     default_dtype: str = dataclasses.field(default="", init=False, repr=False)
-    """What the file made torch's default; kept apart, since jobs share processes."""
+    """torch's default dtype as the job file set it; kept here, since jobs share processes."""
 
     def __post_init__(self) -> None:
         for field in _REQUIRED:
@@ -99,9 +101,7 @@ class TrainingJob:
         if self.workers > 4096:
             raise Error(f"workers: expected at most 4096, got {self.workers}")
         if self.batch < self.workers:
-            raise Error(
-                f"batch: expected at least one sample for each of {self.workers} workers per step, got {self.batch}"
-            )
+            raise Error(f"batch: expected at least one sample for each of {self.workers} workers, got {self.batch}")
         if self.spb not in SPB:
             raise Error(f"spb: expected one of {', '.join(SPB)}, got {self.spb!r}")
         if not isinstance(self.guard, Guard):
@@ -125,7 +125,7 @@ class TrainingJob:
 
 
 def load(path: str | Path, options: Options = Options()) -> TrainingJob:
-    """The job that a file defines, with the options of its submission. Runs the file: only where user code may run.
+    """The job that a file defines, with the options of its submission. Runs the file, which is the user's code.
 
     Whatever is wrong, the file's own exceptions included, becomes one InputError that names the file and the field.
     """
@@ -146,7 +146,7 @@ def load(path: str | Path, options: Options = Options()) -> TrainingJob:
     except SyntaxError as e:
         raise InputError(path, f"line {e.lineno}", f"expected valid Python: {e.msg}") from None
     except (Exception, SystemExit) as e:
-        raise InputError(path, _line_of(e, path), first_line(e)) from e
+        raise InputError(path, _line_of(e, path), typed_line(e)) from e
     finally:
         chosen = _default_dtype(default)
     if "job" not in module.__dict__:
@@ -164,7 +164,7 @@ def load(path: str | Path, options: Options = Options()) -> TrainingJob:
 
 
 def _default_dtype(new: str = "") -> str:
-    """torch's default dtype; with `new`, puts that in its place. Empty while nobody has imported torch."""
+    """torch's default dtype, empty while torch is not imported. `new` replaces it."""
     torch = sys.modules.get("torch")
     if torch is None:
         return ""
@@ -174,14 +174,8 @@ def _default_dtype(new: str = "") -> str:
     return before
 
 
-def first_line(error: BaseException) -> str:
-    """An exception for people: its type and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-
-
 def _line_of(error: BaseException, path: Path) -> str:
-    """The last line of the file itself that the exception came through."""
+    """The last line of the file itself in the exception's stack trace."""
     line, trace = 0, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(path):

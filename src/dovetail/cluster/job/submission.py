@@ -1,4 +1,4 @@
-"""What a user hands in: checked in full before anything is stored."""
+"""What a user submits. It is checked in full before anything is stored."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 from dovetail.core.errors import Error
 
 MOST_TEXT = 1 << 20
-"""Bytes of a job file."""
+"""Most bytes of a job file."""
 MOST_BODY = MOST_TEXT * 6 + (1 << 20)
-"""Bytes of a request: JSON may spell a byte as six, and there are arguments."""
+"""Most bytes of a request: JSON may write a byte as six, and there are arguments."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$"
 
 Share = Literal["foreground", "normal", "background"]
@@ -22,7 +22,7 @@ Argument = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What takes the place of the job file's own values; None keeps those."""
+    """Values that replace those of the job file; None keeps the file's."""
 
     workers: Width | None = None
     steps: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -30,26 +30,26 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     batch: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     task_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
-    """Seconds after which a task is taken for endless."""
+    """Seconds after which a task counts as endless."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One job."""
+    """One submitted job."""
 
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_TEXT)]
-    """Of the job file, or of a gang's script."""
+    """Text of the job file, or of a gang's script."""
     name: Annotated[str, msgspec.Meta(pattern=NAME)] = "job"
     kind: Kind = "tasks"
     share: Share = "normal"
     bound: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.05
-    """Slow-down that a foreground job accepts."""
+    """Slow-down that a foreground job accepts, as a share of its time alone."""
     options: Options = Options()
     gang: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
-    """Ranks of a gang."""
+    """Number of ranks of a gang."""
     arguments: Annotated[tuple[Argument, ...], msgspec.Meta(max_length=256)] = ()
-    """Of a gang's script."""
+    """Arguments of a gang's script."""
     request: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{0,64}$")] = ""
-    """Chosen by the sender: the same request twice is one job, so that one may ask again after no answer came."""
+    """Id chosen by the sender: the same id twice is one job, so that a request without answer can be retried."""
 
     def __post_init__(self) -> None:
         if len(self.text.encode("utf-8", "replace")) > MOST_TEXT:
@@ -67,7 +67,7 @@ def _storable(text: str) -> bool:
 
 
 def decode(body: bytes) -> Submission:
-    """From JSON; an Error of one line that names the field."""
+    """Reads a submission from JSON; an Error of one line names the wrong field."""
     try:
         return msgspec.json.decode(body, type=Submission)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
@@ -75,7 +75,7 @@ def decode(body: bytes) -> Submission:
 
 
 def explain(error: Exception) -> str:
-    """msgspec's message as "field: what was expected"."""
+    """The reason in msgspec's message as "field: what was expected"."""
     what, _, where = str(error).partition(" - at `$")
     field = where.rstrip("`").lstrip(".")
     what = " ".join(what.replace("`", "").split())[:300]
@@ -83,20 +83,20 @@ def explain(error: Exception) -> str:
 
 
 def to_file(submission: Submission) -> str:
-    """`submission.json` in the job's folder: everything but the text, which is beside it."""
+    """Content of `submission.json` in the job's folder: everything but the text, which has its own file."""
     data: dict[str, Any] = msgspec.to_builtins(submission)
     del data["text"]
     return msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n"
 
 
 class _Stored(msgspec.Struct):
-    """What of submission.json the processes of a job need."""
+    """The part of submission.json that the processes of a job need."""
 
     options: Options = Options()
 
 
 def stored_options(folder: Path) -> Options:
-    """The options that a job was submitted with, from its folder; the defaults where nothing was stored."""
+    """The options that a job was submitted with, from its folder; the defaults if none were stored."""
     try:
         return msgspec.json.decode((folder / "submission.json").read_bytes(), type=_Stored).options
     except FileNotFoundError:

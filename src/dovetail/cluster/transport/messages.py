@@ -1,8 +1,8 @@
-"""What the processes of a cluster say to each other. Small and frequent; tensors never travel here.
+"""The messages between the processes of a cluster. They are small and frequent; tensors never travel here.
 
-Three conversations. The coordinator grants devices to jobs and takes them back (with executors), and starts, watches
-and stops jobs (with aggregators). An aggregator offers tasks to executors, and they take them.
-A job's *epoch* counts its starts; whoever belongs to an earlier one is told to leave.
+There are three conversations. With executors, the coordinator grants leases of devices and revokes them. With
+aggregators, it starts, watches and stops jobs. An aggregator offers tasks to executors, and they take them.
+A job's *attempt* counts its starts, from 1 on; a process of an earlier attempt is told to end.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-Rank = tuple[bool, float, float, int]
-"""As `planning.priority.Rank`: background last, the order's figure, arrival, serial number."""
+Priority = tuple[bool, float, float, int]
+"""As in `planning.sharing.priority`: background jobs last, then the policy's figure, arrival, serial number."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -29,117 +29,125 @@ class Hello(Message, frozen=True):
     role: Literal["executor", "aggregator"]
     pid: int
     device: int = -1
-    """Of an executor."""
+    """The executor's device."""
     node: str = ""
-    """The machine: processes with the same name share memory."""
+    """Name of the machine: processes of one machine share memory."""
     emulated: bool = False
     job: str = ""
-    """Of an aggregator."""
-    epoch: int = 0
+    """The aggregator's job."""
+    attempt: int = 0
     address: tuple[str, int] = ("", 0)
     """Where an aggregator listens for executors."""
-    residents: tuple[tuple[str, int], ...] = ()
-    """(job, epoch) that an executor still serves when it comes back to a restarted coordinator."""
+    leases: tuple[tuple[str, int], ...] = ()
+    """(job, attempt) of the leases that an executor holds when it reconnects, perhaps to a restarted coordinator."""
 
 
-class Grant(Message, frozen=True):
-    """Coordinator to executor: this device serves the job, until revoked. Sent again when the rank changes."""
+class GrantLease(Message, frozen=True):
+    """Coordinator to executor: this device serves the job until the lease is revoked.
+
+    Sent again when the job's priority changes.
+    """
 
     job: str
-    epoch: int
+    attempt: int
     aggregator: tuple[str, int]
     node: str
     """The aggregator's machine."""
     folder: str
-    """The job's."""
-    rank: Rank
+    """The job's folder."""
+    priority: Priority
     foreground: bool = False
-    """Its speed is promised: fillers start only in gaps that are long enough."""
+    """Its speed is promised: background tasks start only in gaps that are long enough."""
     bound: float = 0.05
-    """Slow-down that a foreground job accepts."""
+    """Slow-down that a foreground job accepts, as a share of its time alone."""
     exclusive: bool = False
 
 
-class Revoke(Message, frozen=True):
-    """Coordinator to executor: no further task of the job; drop its weights when the running task has ended."""
+class RevokeLease(Message, frozen=True):
+    """Coordinator to executor: run no further task of the job; drop its weights when the running task has ended."""
 
     job: str
-    epoch: int
+    attempt: int
 
 
 class StartRank(Message, frozen=True):
     """Coordinator to executor: run one rank of a gang job as a process of its own on this device."""
 
     job: str
-    epoch: int
+    attempt: int
     worker: int
     argv: tuple[str, ...]
     environment: dict[str, str]
     folder: str
-    rank: Rank
+    priority: Priority
     foreground: bool = False
     bound: float = 0.05
 
 
 class RankEnded(Message, frozen=True):
-    """Executor to coordinator."""
+    """Executor to coordinator: the process of a gang's rank has ended."""
 
     job: str
-    epoch: int
+    attempt: int
     worker: int
     code: int
+    """Exit code; negative for a signal."""
     tail: str = ""
-    """Its last lines on stderr."""
+    """The last lines that it printed."""
 
 
-class Beat(Message, frozen=True):
-    """Executor to coordinator, twice a second, from a thread of its own: a stuck task cannot stop it."""
+class Heartbeat(Message, frozen=True):
+    """Executor to coordinator, twice a second, from a thread of its own: a stuck task does not silence it."""
 
     running: str = ""
     """The job whose task runs now, empty if none."""
     since: float = 0.0
-    """Seconds for which it has been running."""
+    """Seconds for which that task has been running."""
     busy: dict[str, float] = {}
-    """Device-seconds of each job's tasks since this executor began."""
+    """Device-seconds of each job's tasks since this executor started."""
     tasks: dict[str, int] = {}
+    """Number of each job's tasks that have ended since this executor started."""
     overhead: float = 0.0
-    """Median seconds from the end of a task (or a release) to the start of the next, where one was ready."""
+    """Median seconds from when a task could start (its release, or the end of the task before it) to its start."""
     slowdown: dict[str, float] = {}
-    """For each foreground job: delay that fillers caused here, as a share of its time here."""
+    """For each foreground job: delay that background tasks caused here, as a share of its time here."""
     idle: float = 0.0
-    """Device-seconds with no task since this executor began."""
+    """Device-seconds with no task since this executor started."""
 
 
 class Described(Message, frozen=True):
-    """Aggregator to coordinator: what the job asks for. Seconds are its profile's or measured; 0 where unknown."""
+    """Aggregator to coordinator: what the job asks for. Times are in seconds, from its profile; 0 where unknown.
+
+    The coordinator stores it with the job, so names on the wire must not change.
+    """
 
     job: str
-    epoch: int
+    attempt: int = msgspec.field(name="epoch")
     workers: int
     iterations: int
     forward: float = 0.0
     backward: float = 0.0
     off_device: float = 0.0
     depths: tuple[float, ...] = ()
-    """One per worker, ascending or not; empty for full depth."""
+    """Share of the backward pass of each worker; empty where all have full depth."""
     persistent_bytes: int = 0
     ephemeral_bytes: int = 0
     task_timeout: float = 120.0
-    """Seconds after which the coordinator takes a task for endless."""
+    """Seconds after which the coordinator treats a task as endless."""
 
 
 class Progress(Message, frozen=True):
     """Aggregator to coordinator, at most five times a second."""
 
     job: str
-    epoch: int
+    attempt: int
     iteration: int
-    """Iterations done."""
+    """Number of iterations done."""
     loss: float
     checkpoint: int
-    """Iterations in the newest checkpoint that is safely on disk."""
+    """Number of iterations in the newest checkpoint on disk."""
     task_seconds: tuple[float, ...] = ()
-    """Smoothed, by worker."""
+    """Smoothed seconds of each worker's task."""
     off_device: float = 0.0
     iteration_seconds: float = 0.0
     depths: tuple[float, ...] = ()
@@ -149,31 +157,31 @@ class Finished(Message, frozen=True):
     """Aggregator to coordinator: all iterations are done and the last checkpoint is on disk."""
 
     job: str
-    epoch: int
+    attempt: int
     iteration: int
     loss: float
 
 
 class Failed(Message, frozen=True):
-    """Aggregator or executor to coordinator: the job cannot go on. One line says why.
+    """Aggregator or executor to coordinator: the job cannot go on. `reason` is one line.
 
-    `fatal`: another try would end the same way (a wrong job file, a loss that is not a number).
+    `fatal`: a retry would end the same way (a wrong job file, a loss that is not a number).
     """
 
     job: str
-    epoch: int
+    attempt: int
     reason: str
     fatal: bool = False
 
 
-class Stop(Message, frozen=True):
-    """Coordinator to aggregator: finish the iteration, write a checkpoint, leave. `discard`: leave at once."""
+class StopJob(Message, frozen=True):
+    """Coordinator to aggregator: finish the iteration, write a checkpoint, end. `discard`: end at once."""
 
     discard: bool = False
 
 
-class Refused(Message, frozen=True):
-    """Coordinator to whoever said Hello with the wrong key or for an earlier epoch: leave."""
+class Refusal(Message, frozen=True):
+    """Coordinator to a process that said Hello with a wrong key or for an earlier attempt: end."""
 
     reason: str
 
@@ -182,94 +190,94 @@ class Refused(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """First from an executor; `key` is the cluster's secret."""
+    """First message of an executor; `key` is the cluster's secret."""
 
     key: str
     job: str
-    epoch: int
+    attempt: int
     device: int
     node: str
 
 
 class Welcome(Message, frozen=True):
-    """From the aggregator: where the job's tensors are."""
+    """The aggregator's answer: where the job's tensors are."""
 
     memory: str
-    """Name of its shared memory; empty where the executor is on another machine."""
+    """Name of the job's shared memory; empty where the executor is on another machine. Only then are the others set."""
     store: tuple[str, int] = ("", 0)
-    """Host and port of a torch store for the tensor channel then."""
+    """Host and port of the torch store through which the tensor channel connects."""
     channel: str = ""
-    """Under which name both meet there (`channel.Peer.name`)."""
+    """Name of the channel in that store (`tensor_channel.ChannelPeer.name`)."""
     header: str = ""
-    """What an arena of the executor's own is to be like then (`Arena.apart`)."""
+    """Header of the arena that the executor makes for itself (`Arena.apart`)."""
 
 
 class Task(Message, frozen=True):
-    """One worker's part of an iteration. As the answer to a Claim: worker -1 if there is none left."""
+    """One worker's part of an iteration. As the answer to a Claim: worker -1 if no task is left."""
 
     iteration: int
     worker: int = -1
     depth: int = 0
-    """How many of the last segments get a backward pass; 0 for all. An executor learns seconds by depth."""
+    """Number of last segments that get a backward pass; 0 for all. An executor learns task times by depth."""
     samples: tuple[int, int] = (0, 0)
     """[start, stop) in the iteration's global batch."""
     seconds: float = 0.0
-    """What it is predicted to take, 0 where nothing is known yet; an emulated device takes just that."""
+    """Predicted seconds, 0 where nothing is known yet; on an emulated device the task takes exactly that."""
     claim: int = 0
-    """Counts the job's offers: who locks this number has the task (see `arena`). 0: it must be asked for."""
+    """Serial number of the offer: the executor that locks it has the task (see `job.arena`). 0: send a Claim."""
     fresh: bool = False
-    """Over a tensor channel: parameters and buffers come first, since the executor's are of an earlier iteration."""
+    """Over a tensor channel: parameters and buffers are sent first, since the executor has older ones."""
 
 
 class Offered(Message, frozen=True):
-    """The tasks of an iteration, as soon as they are known: to be taken at once, to be started when it is Released.
+    """The tasks of an iteration, as soon as they are known. They may be taken now and started when it is Released.
 
-    Repeated, with what is left, to an executor that joins in the middle, and to all when one is lost.
+    Sent again, with the tasks that are left, to an executor that joins in the middle, and to all when one is lost.
     """
 
     iteration: int
     tasks: tuple[Task, ...]
-    """That nobody has taken, the longest last."""
+    """Those that no executor has taken, the longest last."""
     width: int = 0
-    """Tasks of the iteration, with those that are taken; 0 if not said."""
+    """Number of tasks in the iteration, including those that are taken; 0 if not given."""
 
 
 class Released(Message, frozen=True):
-    """What was offered may start."""
+    """The tasks that were offered may start."""
 
     iteration: int
     at: float = 0.0
-    """time.monotonic() of the aggregator's machine when the iteration's first task became ready; 0 if not said."""
-    gone: tuple[int, ...] = ()
+    """time.monotonic() of the aggregator's machine when the iteration's first task became ready; 0 if not given."""
+    taken: tuple[int, ...] = ()
     """Workers whose tasks were taken before."""
     until: float = 0.0
-    """When all that run are predicted to end; 0 if none does."""
+    """Predicted end of all tasks that run, on the same clock; 0 if none runs."""
 
 
 class Took(Message, frozen=True):
-    """An executor that shares the job's memory has taken a task; worker -1: has given up the one it had.
+    """An executor that shares the job's memory has taken a task; worker -1: it has given up the one it had.
 
-    Needs no answer.
+    There is no answer.
     """
 
     iteration: int
     worker: int = -1
     claim: int = 0
     at: float = 0.0
-    """time.monotonic() when it did."""
+    """time.monotonic() when it was taken."""
 
 
 class Claim(Message, frozen=True):
     """An idle executor that does not share the job's memory asks for the longest ready task."""
 
     iteration: int
-    """That it has heard of."""
+    """The newest iteration that the executor knows of."""
 
 
 class Taken(Message, frozen=True):
-    """To the job's executors: these workers' tasks are gone; all that run are predicted to end at `until`.
+    """To the job's executors: these workers' tasks are taken; all that run are predicted to end at `until`.
 
-    Said when nothing is left: until then, who believes that a gone one is there finds out when it wants it.
+    Sent when no task is left. Before that, an executor finds out that a task is taken when it tries to lock it.
     """
 
     iteration: int
@@ -277,7 +285,7 @@ class Taken(Message, frozen=True):
     until: float
     """time.monotonic() of the aggregator's machine."""
     at: float = 0.0
-    """The same clock when it was taken; 0 if not said."""
+    """Time on the same clock when the last one was taken; 0 if not given."""
 
 
 class Barrier(Message, frozen=True):
@@ -286,24 +294,24 @@ class Barrier(Message, frozen=True):
     iteration: int
     until: float
     at: float = 0.0
-    """The aggregator's clock when the last task had ended; 0 if not said."""
+    """Time on the aggregator's clock when the last task had ended; 0 if not given."""
 
 
 class Done(Message, frozen=True):
-    """A task has ended; its gradients are in place."""
+    """A task has ended; its gradients are in the arena."""
 
     iteration: int
     worker: int
     loss: float
-    """Sum over its samples."""
+    """Sum over the task's samples."""
     samples: int
     start: float
     stop: float
-    """time.monotonic()"""
+    """time.monotonic() of the executor's machine, as `start`."""
 
 
 class TaskFailed(Message, frozen=True):
-    """The job's own code raised; `reason` is one line, `trace` goes to the job's log."""
+    """The job's own code raised an exception; `reason` is one line, `trace` goes to the job's log."""
 
     iteration: int
     worker: int
@@ -312,7 +320,7 @@ class TaskFailed(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Either side: the job ends here."""
+    """From either side, last on a connection: the executor no longer serves the job."""
 
     reason: str = ""
 
@@ -320,8 +328,8 @@ class Leave(Message, frozen=True):
 # -- with the local engine's supervisor --
 
 
-class Start(Message, frozen=True):
-    """Coordinator to supervisor: run a process. `key` names it ("executor 3", "aggregator 17.2")."""
+class StartProcess(Message, frozen=True):
+    """Coordinator to supervisor: start a process. `key` names it ("executor 3", "aggregator 17.2")."""
 
     key: str
     role: Literal["executor", "aggregator"]
@@ -329,20 +337,21 @@ class Start(Message, frozen=True):
     """Keyword arguments of the role's `main`."""
 
 
-class Kill(Message, frozen=True):
-    """Coordinator to supervisor: end the process and what it started, at once."""
+class KillProcess(Message, frozen=True):
+    """Coordinator to supervisor: kill the process and every process that it started."""
 
     key: str
 
 
 class Alive(Message, frozen=True):
-    """Supervisor to coordinator, first on the connection: what runs already."""
+    """Supervisor to coordinator, first on the connection: the processes that run."""
 
     processes: dict[str, int]
+    """Process ids by key."""
 
 
 class Exited(Message, frozen=True):
-    """Supervisor to coordinator. Negative codes are signals."""
+    """Supervisor to coordinator: a process has ended. Negative codes are signals."""
 
     key: str
     pid: int
@@ -354,7 +363,8 @@ class Shutdown(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Grant | Revoke | StartRank | RankEnded | Beat | Described | Progress | Finished | Failed | Stop | Refused
+    Hello | GrantLease | RevokeLease | StartRank | RankEnded | Heartbeat
+    | Described | Progress | Finished | Failed | StopJob | Refusal
     | Join | Welcome | Offered | Released | Took | Claim | Task | Taken | Barrier | Done | TaskFailed | Leave
-    | Start | Kill | Alive | Exited | Shutdown
+    | StartProcess | KillProcess | Alive | Exited | Shutdown
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Messages on a TCP or Unix connection: four bytes of length, then MessagePack. One round trip is about 40 µs."""
+"""Messages on a TCP or Unix connection: four bytes of length, then MessagePack. One round trip takes about 40 µs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .messages import AnyMessage, Message
 
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 1 << 20
-"""No message comes near it: more is a stranger or a mistake."""
+"""Most bytes of a message. Real ones are far smaller: more is a foreign peer or a bug."""
 _MOST_READ = 1 << 13  # bytes
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 class Lost(ConnectionError):
-    """The other side is gone, or does not speak our language."""
+    """The connection is lost, or the other side does not speak our protocol."""
 
 
 def encode(message: Message) -> bytes:
@@ -34,13 +34,13 @@ def decode(body: bytes | memoryview) -> Message:
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as e:
-        raise Lost(f"a message that makes no sense: {e}") from None
+        raise Lost(f"invalid message: {e}") from None
 
 
 class Connection:
-    """A connection for the task path: `send`, and `receive` with a time limit; selectable by `fileno`.
+    """A connection that sends and receives messages with time limits; selectors accept it.
 
-    The socket never blocks: what can be sent or read at once, which is nearly always so, takes one call of the kernel.
+    The socket never blocks: what can be sent or read at once, which is nearly always so, takes one system call.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -48,9 +48,9 @@ class Connection:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
-        self._heard: list[Message] = []
-        self._rest = b""  # of a message that has not come as a whole
-        self._nonsense = ""  # nothing that comes behind it is understood
+        self._received: list[Message] = []
+        self._rest = b""  # the beginning of a message that has not arrived completely
+        self._invalid = ""  # set by an invalid message, after which nothing can be decoded
 
     @classmethod
     def to(cls, address: tuple[str, int], *, timeout: float = 10.0) -> Connection:
@@ -64,7 +64,7 @@ class Connection:
         self.socket.close()
 
     def send(self, *messages: Message, timeout: float = 30.0) -> None:
-        """Returns when the kernel has them. A peer that does not read for `timeout` seconds is lost."""
+        """Returns when the kernel has taken the messages. A peer that does not read for `timeout` seconds is lost."""
         self.send_encoded(b"".join(map(encode, messages)), timeout=timeout)
 
     def send_encoded(self, data: bytes, *, timeout: float) -> None:
@@ -80,16 +80,16 @@ class Connection:
                 data = data[sent:]
                 deadline = deadline or time.monotonic() + timeout
                 if not self._wait(select.POLLOUT, deadline):
-                    raise Lost(f"does not read for {timeout:g} s")
+                    raise Lost(f"the other side has not read for {timeout:g} s")
         except Lost:
             raise
         except OSError as e:
             raise Lost(str(e)) from None
 
     def receive(self, *, timeout: float) -> Message | None:
-        """The next message, None if none came in time."""
+        """The next message; None if none arrives within `timeout` seconds."""
         deadline = 0.0
-        while not self._heard:
+        while not self._received:
             if self._read():
                 continue
             if timeout <= 0:
@@ -97,23 +97,23 @@ class Connection:
             deadline = deadline or time.monotonic() + timeout
             if not self._wait(select.POLLIN, deadline):
                 return None
-        return self._heard.pop(0)
+        return self._received.pop(0)
 
     def waiting(self) -> list[Message]:
-        """Everything that has arrived, without waiting for more. The last words of one who is gone are heard first."""
+        """All messages that have arrived, without waiting. `Lost` is raised only after the last one was returned."""
         try:
             while self._read() == _MOST_READ:
                 pass
         except Lost:
-            if not self._heard:
+            if not self._received:
                 raise
-        heard, self._heard = self._heard, []
-        return heard
+        received, self._received = self._received, []
+        return received
 
     def _read(self) -> int:
-        """Takes in what has come, up to a limit: how many bytes that was."""
-        if self._nonsense:
-            raise Lost(self._nonsense)
+        """Reads what has arrived, up to a limit. Returns the number of bytes."""
+        if self._invalid:
+            raise Lost(self._invalid)
         try:
             data = self.socket.recv(_MOST_READ)
         except BlockingIOError:
@@ -123,13 +123,13 @@ class Connection:
         if not data:
             raise Lost("closed by the other side")
         try:
-            self._understand(data)
+            self._decode(data)
         except Lost as e:
-            self._nonsense = str(e)
+            self._invalid = str(e)
             raise
         return len(data)
 
-    def _understand(self, data: bytes) -> None:
+    def _decode(self, data: bytes) -> None:
         whole = self._rest + data if self._rest else data
         at, view = 0, memoryview(whole)
         while len(whole) - at >= _LENGTH.size:
@@ -139,12 +139,12 @@ class Connection:
             stop = at + _LENGTH.size + size
             if len(whole) < stop:
                 break
-            self._heard.append(decode(view[at + _LENGTH.size : stop]))
+            self._received.append(decode(view[at + _LENGTH.size : stop]))
             at = stop
         self._rest = whole[at:]
 
     def _wait(self, event: int, deadline: float) -> bool:
-        """Whether it can go on before the deadline."""
+        """Waits for the event; False if the deadline passes first."""
         left = deadline - time.monotonic()
         if left <= 0:
             return False
@@ -152,12 +152,12 @@ class Connection:
         try:
             poll.register(self.socket, event)
             return bool(poll.poll(left * 1e3))
-        except (OSError, ValueError) as e:  # closed meanwhile, by another thread
+        except (OSError, ValueError) as e:  # another thread has closed it
             raise Lost(str(e)) from None
 
 
 async def read(reader: asyncio.StreamReader) -> Message:
-    """The coordinator's side, which is not on any task's path."""
+    """Reads one message from an asyncio stream, as the coordinator does."""
     try:
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if size > MOST_BYTES:

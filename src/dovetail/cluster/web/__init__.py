@@ -1,4 +1,4 @@
-"""What people reach by HTTP: the API and the live page.
+"""What a cluster serves over HTTP: the API and the live page.
 
 May import everything of `cluster`, and `view`.
 Begin with `api.py`.

@@ -1,14 +1,13 @@
-"""The HTTP API. Every verb of the command line; every wrong request gets a 4xx with one line.
+"""The HTTP API: every verb of the command line. A wrong request gets a 4xx with one line.
 
-Nothing but numbers that we made reaches a path. Web pages cannot use it from a browser on the same machine: requests
-that name another host (DNS rebinding) or come from another origin are refused, and no CORS header is ever sent.
+Of a request, only a job's number reaches a file's path. Web pages in a browser on the same machine cannot use the API:
+requests that name another host (DNS rebinding) or come from another origin are refused, and no CORS header is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -19,15 +18,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from dovetail.cluster.coordinator import decide, fleet, folders
+from dovetail.cluster.coordinator import decide, job_files
 from dovetail.cluster.coordinator import status as reports
 from dovetail.cluster.coordinator.coordinator import Coordinator
+from dovetail.cluster.coordinator.job_state import ActiveJob
 from dovetail.cluster.coordinator.job_store import STATES
-from dovetail.cluster.coordinator.why import why
 from dovetail.cluster.job.submission import MOST_BODY, Submission, decode, explain
 from dovetail.core.errors import Error
 
-from . import server
+from . import page_server
 
 LOOPBACK_NAMES = frozenset(("127.0.0.1", "localhost", "::1"))
 Number = Annotated[int, Path(ge=1, le=2**62, description="The job's number.")]
@@ -43,7 +42,7 @@ def answer(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status_code=status, media_type="application/json")
 
 
-def fault(line: str, status: int) -> Response:
+def error_answer(line: str, status: int) -> Response:
     return answer({"detail": " ".join(line.split())}, status)
 
 
@@ -64,9 +63,9 @@ def make_app(c: Coordinator, *, token: str = "") -> FastAPI:
 
     @app.post("/jobs", openapi_extra=body)
     async def submit(request: Request) -> Response:
-        """Hand in a job; it is on disk when this answers."""
+        """Submit a job; it is on disk when this answers."""
         submission = decode(await _body(request))
-        return answer(reports.one(c, c.submit(submission).id), 201)
+        return answer(reports.one_job(c, c.submit(submission).id), 201)
 
     @app.get("/jobs")
     async def jobs(
@@ -79,28 +78,25 @@ def make_app(c: Coordinator, *, token: str = "") -> FastAPI:
             raise HTTPException(400, f"state: expected one of {', '.join(STATES)}")
         wanted = [s for s in STATES if not state or s == state]
         rows = c.store.jobs(wanted, limit=limit, before=before)
-        return answer({"jobs": [reports.live(c, c.jobs[r.id]) if r.id in c.jobs else reports.row(r) for r in rows]})
+        return answer(
+            {"jobs": [reports.active_job(c, c.jobs[r.id]) if r.id in c.jobs else reports.stored_job(r) for r in rows]}
+        )
 
     @app.get("/jobs/{number}")
     async def job(number: Number) -> Response:
         known(number)
-        return answer(reports.one(c, number))
+        return answer(reports.one_job(c, number))
 
     @app.get("/jobs/{number}/why")
-    async def explain_job(number: Number) -> Response:
-        """Why it waits, or is slow."""
+    async def why(number: Number) -> Response:
+        """The reasons for which the job waits, or is slow."""
         known(number)
-        if number not in c.jobs:
-            row = c.store.job(number)
-            lines = [f"{row.state}: {row.reason}" if row.reason else row.state]
-            return answer({"job": number, "name": row.name, "state": row.state, "why": lines, "policy": c.policy.name})
-        found = c.jobs[number]
-        return answer(
-            why(
-                found, c.jobs, decide.queue(c), c.floor, c.ready(), c.policy, now=time.monotonic(),
-                delay=fleet.delayed(found, c.executors),
-            )
-        )  # fmt: skip
+        found = c.jobs.get(number) or c.store.job(number)
+        if isinstance(found, ActiveJob):
+            lines = reports.reasons(c, found, decide.queue(c))
+        else:
+            lines = [f"{found.state}: {found.reason}" if found.reason else found.state]
+        return answer({"job": number, "name": found.name, "state": found.state, "why": lines, "policy": c.policy.name})
 
     @app.get("/jobs/{number}/logs")
     async def logs(
@@ -108,10 +104,10 @@ def make_app(c: Coordinator, *, token: str = "") -> FastAPI:
         offset: Annotated[int, Query(ge=-1, le=2**62)] = -1,
         limit: Annotated[int, Query(ge=16, le=1 << 20)] = 65536,
     ) -> Response:
-        """A piece of its log, and the offset behind it; offset -1: the last `limit` bytes."""
+        """At most `limit` bytes of the job's log, and the offset after them; offset -1: the last `limit` bytes."""
         known(number)
-        text, after = folders.read_log(c.home, number, offset=offset, limit=limit)
-        return answer({"job": number, "text": text, "offset": after, "state": reports.one(c, number)["state"]})
+        text, after = job_files.read_log(c.home, number, offset=offset, limit=limit)
+        return answer({"job": number, "text": text, "offset": after, "state": reports.one_job(c, number)["state"]})
 
     @app.post("/jobs/{number}/{verb}")
     async def change(number: Number, verb: str) -> Response:
@@ -124,7 +120,7 @@ def make_app(c: Coordinator, *, token: str = "") -> FastAPI:
             verbs[verb](number)
         except Error as e:
             raise HTTPException(409, str(e)) from None
-        return answer(reports.one(c, number))
+        return answer(reports.one_job(c, number))
 
     @app.get("/status")
     async def status(jobs: bool = True) -> Response:
@@ -143,7 +139,7 @@ def make_app(c: Coordinator, *, token: str = "") -> FastAPI:
         await c.down(wanted.grace)
         return answer({"down": True})
 
-    server.add_page(app, c)
+    page_server.add_page(app, c)
     return app
 
 
@@ -167,9 +163,9 @@ def _schema() -> dict[str, Any]:
 
 
 async def _body(request: Request) -> bytes:
-    """The body, as long as it is not longer than anybody's honest one."""
+    """The body, if it is JSON and no longer than the longest valid one."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page cannot send this without asking first
+    if kind != "application/json":  # a web page cannot send this without a preflight request
         raise HTTPException(415, "expected Content-Type: application/json")
     parts, size = [], 0
     async for part in request.stream():
@@ -187,19 +183,19 @@ def _guard(app: FastAPI, token: str) -> None:
     async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         if token:
             given = request.headers.get("authorization", "")
-            browser = request.method == "GET" and request.url.path in server.PATHS
+            browser = request.method == "GET" and request.url.path in page_server.PATHS
             known = hmac.compare_digest(given.encode("latin-1", "replace"), wanted)
-            if not known and not (browser and server.password(given, token)):
-                refused = fault("expected the cluster's token: Authorization: Bearer TOKEN", 401)
-                refused.headers.update(server.ASK if browser else {})
+            if not known and not (browser and page_server.password(given, token)):
+                refused = error_answer("expected the cluster's token: Authorization: Bearer TOKEN", 401)
+                refused.headers.update(page_server.ASK if browser else {})
                 return refused
         elif _host(request.headers.get("host", "")) not in LOOPBACK_NAMES:
-            return fault("Host: expected this machine's loopback", 403)
+            return error_answer("Host: expected this machine's loopback", 403)
         origin = request.headers.get("origin")
         if origin is not None and urlsplit_host(origin) != request.headers.get("host", ""):
-            return fault("Origin: requests of other web pages are refused", 403)
+            return error_answer("Origin: requests of other web pages are refused", 403)
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return fault("Sec-Fetch-Site: requests of other web pages are refused", 403)
+            return error_answer("Sec-Fetch-Site: requests of other web pages are refused", 403)
         return await call_next(request)
 
 
@@ -222,17 +218,17 @@ def _errors(app: FastAPI) -> None:
     async def wrong(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestValidationError)
         first = e.errors()[0]
-        return fault(f"{'.'.join(str(p) for p in first['loc'][1:])}: {first['msg']}", 422)
+        return error_answer(f"{'.'.join(str(p) for p in first['loc'][1:])}: {first['msg']}", 422)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
-        return fault(str(e.detail), e.status_code)
+        return error_answer(str(e.detail), e.status_code)
 
     @app.exception_handler(Error)
-    async def told(request: Request, e: Exception) -> Response:
-        return fault(str(e), 400)
+    async def wrong_input(request: Request, e: Exception) -> Response:
+        return error_answer(str(e), 400)
 
     @app.exception_handler(msgspec.MsgspecError)
     async def unreadable(request: Request, e: Exception) -> Response:
-        return fault(explain(e), 400)
+        return error_answer(explain(e), 400)

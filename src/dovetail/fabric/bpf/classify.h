@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* From a host's packet to its class: who sends to whom, on which port, and which flow it is. */
 #pragma once
 #include "neighbour.h"

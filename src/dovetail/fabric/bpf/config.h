@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* Sizes. One knob, WORDS: how many 64-bit words a set of switches takes. Nothing here depends on one topology. */
 #pragma once
 #include <linux/bpf.h>

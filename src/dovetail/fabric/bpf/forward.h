@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* What a switch does with a frame: take it from a host, pass it on, hand it to a host. */
 #pragma once
 #include "classify.h"

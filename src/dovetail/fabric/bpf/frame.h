@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* A frame at a port, for the rest of the switch: its first bytes, its length, our header on and off, the way out.
  *
  * The switch sits at one of two hooks of the kernel. At XDP, in the driver, a frame is a buffer, as it was on the wire;

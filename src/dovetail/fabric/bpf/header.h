@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* What travels between switches: a header after Ethernet, and the record of a probe. */
 #pragma once
 #include "config.h"
@@ -22,7 +22,7 @@ struct fabric_header {
 	__u8 policy;
 	__u8 state;       /* of the policy's automaton, after the last switch visited */
 	__u8 hop, length; /* of `path` */
-	__u8 life;        /* how much longer what it carries may be believed, in 1/255 of config.life; `met`: all of it */
+	__u8 life;        /* how much longer `failed` may be believed, in 1/255 of config.life; `met`: for all of it */
 	__be16 inner;     /* the host's ethertype */
 	__u16 hops_left;
 	__u16 source, target; /* switches */

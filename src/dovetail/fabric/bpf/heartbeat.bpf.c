@@ -1,4 +1,5 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/* The sender of heartbeats, an object of its own: it shares the maps of the switch program. */
 #include "heartbeat.h"
 
 SEC("xdp.frags")
@@ -7,4 +8,4 @@ int heartbeat(struct xdp_md *ctx)
 	return send_heartbeat(ctx);
 }
 
-char _license[] SEC("license") = "Dual MIT/GPL";
+char _license[] SEC("license") = "GPL v2";

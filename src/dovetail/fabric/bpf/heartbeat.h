@@ -1,5 +1,5 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
-/* Links that fail in silence, their carrier still on, are found by their silence: every switch says something on every
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/* Links that fail in silence, their carrier still on, are found by their silence: every switch sends a frame on every
  * link every few milliseconds. One call of the kernel's test runner with live frames sends a round: each run of this
  * program takes the next port, writes whether that port's neighbour is heard, and sends. */
 #pragma once

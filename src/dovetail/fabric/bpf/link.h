@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* Is a link up? Asked for every packet, at the moment it wants to leave. The answer is the carrier bit of the device
  * itself, read in place, as a switching chip reads its port's status: nobody has to be told, in neither direction. */
 #pragma once

@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* What a switch knows. Tables are held twice, by the lowest bit of their generation: a new set is written beside the
  * old one and comes into force with one store to config.generation; packets on their way keep the old one. */
 #pragma once
@@ -51,8 +51,8 @@ struct port {
 
 struct node {
 	__u64 failed[LINK_WORDS]; /* links heard of as failed */
-	__u64 until[LINKS]; /* when each of them is over, ns: news of one does not keep another alive */
-	__u64 fades_at; /* when the next of them is over; 0: none is believed */
+	__u64 until[LINKS]; /* when the belief in each of them ends, ns: news of one keeps no other alive */
+	__u64 fades_at; /* when the first of these beliefs ends, ns; 0: there is none */
 	__u64 paused_until;
 	__u32 version; /* counts changes of what it believes, so that cached paths can be told stale */
 };

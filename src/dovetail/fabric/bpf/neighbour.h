@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* Hosts see one flat network. Their switch answers ARP and neighbour solicitations for every host of the fabric. */
 #pragma once
 #include "maps.h"

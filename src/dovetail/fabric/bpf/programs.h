@@ -1,4 +1,5 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/* The programs of the switch: the one on its ports, and `adopt`. */
 #pragma once
 #include "forward.h"
 

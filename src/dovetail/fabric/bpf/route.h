@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* Routing one packet that has no usable path yet: at its first switch, and wherever it meets a failed link.
  *
  * A packet carries the failed links it met. A switch that sees such a packet delivered, or told of it by a notice,

@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /* The search: breadth first on topology x automaton, backward from (target, accepting), whole sets of switches at a
  * time; then down the levels along one of the shortest walks, chosen by the flow's hash.
  *

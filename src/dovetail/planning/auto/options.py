@@ -1,4 +1,4 @@
-"""What there is to choose from for a job on a cluster: techniques on numbers of devices, as the runtime executes them.
+"""The combinations that `plan --auto` chooses from: techniques on numbers of devices, as the runtime executes them.
 
 | technique            | what runs it                                   | devices                                     |
 |----------------------|------------------------------------------------|---------------------------------------------|
@@ -10,7 +10,7 @@
 | burst                | `Burst`: a number of devices for each layer    | up to all                                   |
 
 The global batch is the same for all, so an iteration of one does the work of an iteration of any other. Each
-combination knows cheap lower bounds, so that most need never be planned: see `joint.search`.
+combination has cheap lower bounds, so that most need never be planned: see `search.Search`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from dovetail.planning.burst.bound import least_seconds
 from dovetail.planning.burst.cost import NetworkLinks, ProfileCost, local_batch
 from dovetail.planning.burst.planner import BurstPlanner, useful_counts
 from dovetail.planning.depth import planner
-from dovetail.planning.depth.cost import Device
-from dovetail.planning.merge import cycle_exact as overlapping
-from dovetail.planning.merge import policies
+from dovetail.planning.depth.cost import WorkerDevice
+from dovetail.planning.merge import cycle_exact, exact
 from dovetail.planning.merge.planner import MergeSetting, OverlapSetting
 from dovetail.planning.merge.stream import allowed
 
@@ -67,9 +66,9 @@ class Question:
     profile: Profile
     network: Network
     devices: int
-    """The job may use so many."""
+    """The most that the job may use."""
     batch: int
-    """Global: samples of an iteration."""
+    """Global batch: samples of an iteration."""
     objective: Objective = "time"
     within: float | None = None
     """Seconds that an iteration may take."""
@@ -126,7 +125,7 @@ class Excluded:
     """A technique, or some of its numbers of devices, that cannot be considered at all."""
 
     technique: str
-    why: str
+    reason: str
 
 
 def combinations(q: Question) -> tuple[list[Combination], list[Excluded]]:
@@ -147,11 +146,11 @@ def combinations(q: Question) -> tuple[list[Combination], list[Excluded]]:
             found += _burst(q)
         except Error as e:
             reasons["burst"] = str(e)
-    return found, [*out, *(Excluded(technique, why) for technique, why in reasons.items())]
+    return found, [*out, *(Excluded(technique, reason) for technique, reason in reasons.items())]
 
 
 def reference(q: Question) -> Combination:
-    """Torch's own on as many devices as share the batch, whether it fits into memory or not."""
+    """Torch's DDP on as many devices as share the batch, whether it fits into memory or not."""
     return _parallel(q, q.shares[-1], ("merging", "overlap"))[0]
 
 
@@ -227,7 +226,7 @@ def _parallel(q: Question, g: int, out: Container[str]) -> list[Combination]:
     bound = q.profile.forward_time(setting.batch) + setting.bound
 
     def merged(limit: float) -> list[AnyPlan]:
-        return [setting.of("optimal", fewer(setting, policies.best(setting.stream, setting.cost)))]
+        return [setting.of("optimal", fewer(setting, exact.optimum(setting.stream, setting.cost)))]
 
     made: list[tuple[str, float, Make]] = [("ddp", bound, lambda limit: [setting.plan("ddp")])]
     if g > 1 and "merging" not in out:
@@ -236,7 +235,7 @@ def _parallel(q: Question, g: int, out: Container[str]) -> list[Combination]:
         both = OverlapSetting(q.profile, q.network, g, q.batch // g, optimizer=q.optimizer)
 
         def overlapped(limit: float) -> list[AnyPlan]:
-            cuts = overlapping.within(both.cycle, limit)
+            cuts = cycle_exact.within(both.cycle, limit)
             return [] if cuts is None else [both.of("optimal", fewer(both, cuts))]
 
         made.append(("overlap", both.bound, overlapped))
@@ -282,7 +281,7 @@ def _partial(q: Question, g: int, name: str) -> Combination:
         bound = min(profile.forward_time(b) for b in {batch, *points, q.batch}) + sending
     else:
         bound = profile.forward_time(batch) + max(profile.backward_time(batch), sending)
-    devices = None if q.memory is None else [Device(memory=q.memory)] * g
+    devices = None if q.memory is None else [WorkerDevice(memory=q.memory)] * g
 
     def make(limit: float) -> list[AnyPlan]:
         return [planner.plan(profile, q.network, workers=g, policy=name, batch=batch, devices=devices)]
@@ -304,7 +303,7 @@ def _burst(q: Question) -> list[Combination]:
     least = bound.relaxations(planner)
 
     def make(limit: float) -> list[AnyPlan]:
-        # What is best where 0 to 100 % of the gradients hide, and what is best where the links are the limit: the
+        # The best plans if 0 to 100 % of the communication hides, and the best where the links are the limit: the
         # simulator, which knows how much hides, then decides.
         plans = least + [overlap.partly_hidden(planner, share).fastest() for share in overlap.SHARES]
         plans += rules.data_parallel(planner)
@@ -334,7 +333,7 @@ def _burst(q: Question) -> list[Combination]:
 
 
 def _of_its_own(q: Question, plan: BurstPlan) -> bool:
-    """Whether data parallelism is not the same: it needs equal numbers for all layers, which share the batch evenly."""
+    """Whether data parallelism cannot run it: that needs one number for all layers, which divides the batch."""
     return len(set(plan.counts)) > 1 or q.batch % plan.counts[0] != 0
 
 

@@ -1,16 +1,16 @@
-"""One plan for a job on a cluster: the best combination of techniques and devices, proven so where that is possible.
+"""`plan --auto`: the best combination of techniques and devices for a job, proven to be so where that is possible.
 
-    search(Question(profile, network, devices=64, batch=2048), score)
+    Search(Question(profile, network, devices=64, batch=2048), score).run()     an AutoPlan
 
 1. Torch's DistributedDataParallel on as many devices as share the batch is planned and scored: the baseline. For
    device-time and throughput it is also the speed that must be reached, since otherwise one device is always best.
-2. All other combinations (`joint_parts`) are looked at in the order of their lower bounds, simple techniques first. One
-   whose bound does not beat the best found so far is dropped unplanned; any other is planned by its own exact planner,
-   which may give up as soon as it sees that it cannot beat that either.
-3. `score` says what a plan takes. It is the simulator's word (`dovetail.simulate.auto`), the same for all techniques.
-4. What is left to gain is stated: nothing, if everything dropped was dropped by a bound and everything else was planned
-   exactly. Burst plans with hidden gradients are not exact, and then their bound says how much may be left.
-5. The parts of the winner are put in one after the other, from the baseline to the plan: what each contributed.
+2. All other combinations (`options.combinations`) are visited in the order of their lower bounds, simple techniques
+   first. One whose bound does not beat the best plan so far is dropped unplanned; any other is planned by the exact
+   planner of its technique, which may give up as soon as it sees that it cannot beat the best plan either.
+3. `score` predicts what a plan takes: the simulator does (`dovetail.simulate.auto.score`), by one rule for all.
+4. `AutoPlan.bound` states what is left to gain: nothing, if every dropped combination was dropped by a bound and every
+   other was planned exactly. Burst plans with hidden gradients are not exact: their bound says how much may be left.
+5. The parts of the winner are added one after the other, from the baseline to the plan, to see what each contributed.
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """That it uses at most at once."""
+        """The most devices that it uses at once."""
         return max(self.plan.counts) if isinstance(self.plan, BurstPlan) else self.combination.devices
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A combination that was not chosen without a score."""
+    """A combination that was given up before any plan of it was scored."""
 
     combination: Combination
-    why: str
+    reason: str
     """"bound": it cannot be better than what was found; "slow": it cannot be as fast as it must be; "none": none of the
-    plans that were made of it is better, but its bound does not say that there is none."""
+    plans that were made of it is better, but its bound does not prove that there is none."""
 
 
 @dataclass(frozen=True)
-class Joint:
-    """The answer."""
+class AutoPlan:
+    """The chosen plan, and the evidence for it."""
 
     question: Question
     within: float
@@ -97,11 +97,11 @@ class Joint:
     dropped: tuple[Dropped, ...]
     excluded: tuple[Excluded, ...]
     value: float
-    """Of the objective: seconds, device-seconds, or devices' worth of useful work."""
+    """Value of the objective: seconds, device-seconds, or devices' worth of useful work."""
     bound: float
     """No combination that was considered can be better than that."""
     search: Search = field(repr=False, compare=False)
-    """Knows single combinations too: `search.of("burst", 8)`."""
+    """Plans single combinations too: `search.of("burst", 8)`."""
 
     @property
     def gap(self) -> float:
@@ -167,15 +167,15 @@ def throughput(q: Question, score: Score) -> float:
 
 
 def _scored(c: Combination, plan: AnyPlan, score: Score) -> Candidate:
-    """Burst plans come with the cost model's word, which hides nothing: one plan should have one prediction."""
+    """A burst plan gets the simulator's prediction in place of its cost model's, which hides no communication."""
     if isinstance(plan, BurstPlan):
-        told = msgspec.structs.replace(plan.prediction, iteration=score.iteration, device_time=score.device_time)
-        plan = msgspec.structs.replace(plan, prediction=told)
+        predicted = msgspec.structs.replace(plan.prediction, iteration=score.iteration, device_time=score.device_time)
+        plan = msgspec.structs.replace(plan, prediction=predicted)
     return Candidate(c, plan, score)
 
 
 class Search:
-    """Looks at combinations and remembers what it saw."""
+    """One search; it remembers every combination that it has planned."""
 
     def __init__(self, question: Question, score: Callable[[AnyPlan], Score]) -> None:
         self.question, self._score = question, score
@@ -219,7 +219,7 @@ class Search:
         if self._seen.get(key) is not None:
             return self._seen[key]
         if key in self._impossible:
-            return None  # said once
+            return None  # already among the excluded
         aim = Aim(self.question) if limit == math.inf else self.aim
         best: Candidate | None = None
         try:
@@ -235,7 +235,7 @@ class Search:
         self._seen[key] = best
         return best
 
-    def run(self) -> Joint:
+    def run(self) -> AutoPlan:
         aim = self.aim
         best = self.baseline if self.fits and aim.reached(self.baseline.score) else None
         scored, dropped = [self.baseline] if self.fits else [], list[Dropped]()
@@ -270,7 +270,7 @@ class Search:
         value = aim.cost(best.score)
         open_ends = [aim.least(c) for c in self.combinations if not c.exact and c.bound <= aim.within * (1 + ROUNDING)]
         sign = -1.0 if self.question.objective == "throughput" else 1.0
-        return Joint(
+        return AutoPlan(
             question=self.question,
             within=aim.within,
             chosen=best,
@@ -312,7 +312,7 @@ class Search:
         return steps
 
     def _best_number(self) -> int:
-        """On how many devices torch's own would be best."""
+        """The number of devices on which torch's DDP is best."""
         ddp = [c for c in self.combinations if c.technique == "ddp"]
         found = [f for f in map(self.candidate, ddp) if f is not None and self.aim.reached(f.score)]
         best = min(found, key=lambda f: self.aim.cost(f.score), default=self.baseline)

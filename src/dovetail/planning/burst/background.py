@@ -1,4 +1,4 @@
-"""What a burst plan leaves to background work, and plans that leave the most.
+"""The device-time that a burst plan leaves to background tasks, and plans that leave the most.
 
 A device is idle while a layer runs on fewer devices than its number. A background task takes `task` seconds and does
 not stop in between, so an idle gap is worth the whole tasks that fit: ⌊gap / task⌋ · task seconds, and nothing where it
@@ -25,16 +25,17 @@ LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 
 
 @dataclass(frozen=True)
 class Background:
-    """Of one iteration, in device-seconds."""
+    """What one iteration leaves to background tasks, in device-seconds."""
 
     idle: float
     useful: float
-    """In gaps that whole background tasks fill."""
+    """Device-seconds of gaps that whole background tasks fill."""
     iteration: float
+    """Seconds."""
 
     @property
     def devices(self) -> float:
-        """How many devices background work gets, on average."""
+        """Average number of devices that background tasks get."""
         return self.useful / self.iteration if self.iteration else 0.0
 
 
@@ -71,7 +72,7 @@ def background(planner: BurstPlanner, counts: Sequence[int], *, task: float = 0.
 
 
 def with_background(planner: BurstPlanner, *, task: float, iteration: float | None = None) -> BurstPlan:
-    """The plan that leaves the most device-seconds per second to background tasks, within so many seconds.
+    """The plan that leaves the most device-seconds per second to background tasks, within `iteration` seconds.
 
     Without `iteration` it is the plan with the most useful work in all: what one device would need for the foreground
     iteration, and what background tasks get, per second.

@@ -1,4 +1,4 @@
-"""What no burst plan can go below, however well its gradients hide behind backward.
+"""Lower bounds on burst plans, however well their gradients hide behind backward.
 
 Rank 0 runs every layer and takes part in every all-reduce and every re-sharding, and gradients come after forward only.
 With F and B what rank 0 computes forward and backward, R its re-sharding, and C what its link needs at least for
@@ -36,7 +36,7 @@ def tightest(relaxed: Sequence[BurstPlan]) -> float:
 
 
 def relaxations(planner: BurstPlanner) -> list[BurstPlan]:
-    """The least plan for every s, with that least value as its iteration: good plans where links are the limit, too."""
+    """The best relaxed plan for every s, with the bound as its iteration; good plans where links are the limit."""
     assert isinstance(planner.cost, ProfileCost), "all-reduces are bounded by the bytes of layers"
     relaxed = [replace(planner, cost=_Relaxed(planner.cost, s, planner.choices)) for s in WEIGHTS]
     return [job.fastest() for job in relaxed]
@@ -54,7 +54,7 @@ def fewest_seconds_per_byte(cost: Cost) -> float:
 
 
 def least_seconds(cost: Cost, nbytes: int, *, buckets: int) -> float:
-    """What so many bytes take in at least so many collectives, one after the other."""
+    """Lower bound on the seconds of `nbytes` bytes in at least `buckets` collectives, one after the other."""
     if isinstance(cost, AffineCost):
         return cost.latency * buckets + cost.seconds_per_byte * nbytes
     quickest = min(cost.seconds) if isinstance(cost, TableCost) else 0.0
@@ -104,7 +104,7 @@ class _Relaxed:
         if self.cost.profile.edges:
             return np.zeros(h.shape)
         few, many = np.minimum(h, g), np.maximum(h, g)
-        # The busiest rank hands over what is too much for it, or all that it has where it is in the wider stage only.
+        # The busiest rank hands over its surplus, or all that it has if it is in the wider stage only.
         samples = np.maximum(self.batch // few + (-self.batch // many), self.batch // many)
         nbytes = samples * self.cost.profile.layers[layer].activation_bytes
         wires = self.cost.wires
@@ -115,7 +115,7 @@ class _Relaxed:
 
 
 def least_work(planner: BurstPlanner, within: float = math.inf) -> float:
-    """Device-seconds that every plan of at most so many seconds holds: its computing and re-sharding alone."""
+    """Lower bound on the device-seconds of plans of at most `within` seconds: computing and re-sharding alone."""
     assert isinstance(planner.cost, ProfileCost), "all-reduces are bounded by the bytes of layers"
     relaxed = replace(planner, cost=_Relaxed(planner.cost, 0.0, planner.choices))
     try:

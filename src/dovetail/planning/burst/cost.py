@@ -2,19 +2,20 @@
 
 A planner asks five questions of a cost model, with whole arrays, so that a thousand devices are asked at once:
 
-    compute(layer, samples)          forward and backward of one rank that holds so many samples
+    compute(layer, samples)          forward and backward of one rank that holds these samples
     forward(layer, samples)          the forward part of it; only the gaps of a plan depend on it
     sync(layer, devices)             the all-reduce of the layer's gradients over its devices; nothing of it is hidden
     reshard(layer, before, after)    moving the layer's output from `before` devices to `after`, and its gradient back
     memory(layer, samples)           bytes on a rank: parameters, gradients, optimiser state, output
 
 `ProfileCost` answers from a measured profile and from links: constants (`Links`), a network measured among all ranks
-(`NetworkLinks`), or links measured among each number of ranks (`burst_links.MeasuredLinks`).
+(`NetworkLinks`), or links measured among each number of ranks (`MeasuredLinks`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dovetail.core.batch_law import law
-from dovetail.core.network import AffineCost, Cost, FloatArray, Network
+from dovetail.core.network import AffineCost, Collective, Cost, FloatArray, Network
 from dovetail.core.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
@@ -42,23 +43,23 @@ class BurstCost(Protocol):
     def memory(self, layer: int, samples: npt.ArrayLike, /) -> FloatArray: ...
 
 
-class Wires(Protocol):
-    """What carries gradients and samples."""
+class LinkCosts(Protocol):
+    """What sending gradients and samples costs, in seconds."""
 
     def all_reduce(self, nbytes: float, ranks: npt.ArrayLike, /) -> FloatArray: ...
 
     def reduction(self, ranks: int, /) -> Cost:
-        """An all-reduce among so many ranks, by its bytes."""
+        """The cost of an all-reduce among `ranks` ranks, by its bytes."""
 
     def move(self, nbytes: npt.ArrayLike, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
-        """Samples go from ranks 0..before−1 to ranks 0..after−1; the busiest sends or receives so many bytes."""
+        """Samples go from ranks 0..before−1 to 0..after−1; the busiest rank sends or receives `nbytes` bytes."""
 
     def crowding(self, ranks: int, /) -> float:
-        """How many times longer two all-reduces among so many ranks take at once than one after the other."""
+        """How many times longer two all-reduces among `ranks` ranks take at once than one after the other."""
 
 
 def local_batch(batch: int, devices: npt.ArrayLike) -> IntArray:
-    """Samples on the fullest of so many devices: ⌈B/g⌉."""
+    """Samples on the fullest of g devices: ⌈B/g⌉."""
     return -(-batch // np.asarray(devices, dtype=np.int64))
 
 
@@ -75,7 +76,7 @@ def moved_samples(batch: int, before: npt.ArrayLike, after: npt.ArrayLike) -> In
 
 @dataclass(frozen=True)
 class Links:
-    """Constants. The defaults are NCCL's on eight A100 as published with DeepPool; a ring carries the all-reduce."""
+    """Links by constants; a ring carries the all-reduce. Defaults: NCCL on eight A100 as published with DeepPool."""
 
     sync_latency: float = 20e-6
     """Seconds per all-reduce, whatever the number of ranks."""
@@ -141,6 +142,50 @@ class NetworkLinks:
 
 
 @dataclass(frozen=True)
+class MeasuredLinks:
+    """Links measured where a burst job will run: all-reduce and re-sharding among each number of ranks.
+
+    On a network whose ranks share processors, switches or links no law leads from all ranks to some of them, so both
+    are measured for each number; `train.burst.measurement` does so from a running job. A number of ranks that was not
+    measured follows the ring law from the widest, a re-sharding its nearest pair.
+    """
+
+    networks: Mapping[int, Network]
+    """By number of ranks, the first ones of the job: what an all-reduce costs."""
+    moves: Mapping[tuple[int, int], Collective]
+    """By (ranks before, ranks after): what re-sharding costs, one way, by the bytes of the busiest rank."""
+    crowded: Mapping[int, float] = field(default_factory=dict)
+    """By number of ranks: how many times longer two all-reduces take at once than one after the other."""
+
+    def all_reduce(self, nbytes: float, ranks: npt.ArrayLike, /) -> FloatArray:
+        n = np.asarray(ranks, dtype=np.int64)
+        each = [float(self.reduction(int(m))(nbytes)) if m > 1 else 0.0 for m in n.ravel()]
+        return np.array(each).reshape(n.shape)
+
+    def reduction(self, ranks: int, /) -> Cost:
+        return NetworkLinks(self.networks.get(ranks) or self.networks[max(self.networks)]).reduction(ranks)
+
+    def move(self, nbytes: npt.ArrayLike, before: npt.ArrayLike, after: npt.ArrayLike, /) -> FloatArray:
+        amounts, h, g = np.broadcast_arrays(
+            np.asarray(nbytes, dtype=np.float64), np.asarray(before, dtype=np.int64), np.asarray(after, dtype=np.int64)
+        )
+        each = [
+            float(self._move(int(a), int(b))(amount)) if a != b else 0.0
+            for amount, a, b in zip(amounts.ravel(), h.ravel(), g.ravel(), strict=True)
+        ]
+        return np.array(each).reshape(amounts.shape)
+
+    def crowding(self, ranks: int, /) -> float:
+        return self.crowded.get(ranks, 1.0)
+
+    def _move(self, before: int, after: int) -> Cost:
+        """The cost of the nearest measured pair that goes the same way, shrinking or growing."""
+        same = [p for p in self.moves if (p[0] < p[1]) == (before < after)]
+        near = min(same, key=lambda p: (abs(p[0] - before) + abs(p[1] - after), p))
+        return self.moves[near].cost()
+
+
+@dataclass(frozen=True)
 class ProfileCost:
     """A profile at a global batch.
 
@@ -151,7 +196,7 @@ class ProfileCost:
 
     profile: Profile
     batch: int
-    wires: Wires = Links()
+    wires: LinkCosts = Links()
     smooth: bool = False
     optimizer_copies: int = 2
 

@@ -16,7 +16,7 @@ from dovetail.core.errors import Error
 
 
 @dataclass(frozen=True)
-class Step:
+class Composition:
     """Makes one table of two: `through` a layer that goes away (series), or side by side (-1, parallel)."""
 
     left: int
@@ -33,9 +33,9 @@ class Decomposition:
 
     layers: int
     edges: tuple[tuple[int, int], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Composition, ...]
     ends: tuple[tuple[int, int], ...]
-    """Of every table."""
+    """The two end layers of every table."""
 
     @property
     def source(self) -> int:
@@ -64,29 +64,29 @@ def decompose(layers: int, edges: Sequence[tuple[int, int]] = (), *, names: Sequ
 
 
 def _reduced(layers: int, edges: list[tuple[int, int]], names: Sequence[str]) -> Decomposition:
-    ends, steps = list(edges), list[Step]()
+    ends, steps = list(edges), list[Composition]()
     before: list[dict[int, int]] = [{} for _ in range(layers + 2)]  # before[v][u]: the table between u and v
     behind: list[dict[int, int]] = [{} for _ in range(layers + 2)]
     for table, (u, v) in enumerate(edges):
         before[v][u] = behind[u][v] = table
     waiting = list(range(layers))
-    gone = [False] * layers
+    reduced = [False] * layers
     while waiting:
         m = heapq.heappop(waiting)
-        if gone[m] or len(before[m]) != 1 or len(behind[m]) != 1:
+        if reduced[m] or len(before[m]) != 1 or len(behind[m]) != 1:
             continue
-        gone[m] = True
+        reduced[m] = True
         (u, left), (v, right) = *before[m].items(), *behind[m].items()
-        made = _step(ends, steps, len(edges), Step(left, right, m), (u, v))
+        made = _step(ends, steps, len(edges), Composition(left, right, m), (u, v))
         del behind[u][m], before[v][m]
         if v in behind[u]:
-            made = _step(ends, steps, len(edges), Step(behind[u][v], made, -1), (u, v))
+            made = _step(ends, steps, len(edges), Composition(behind[u][v], made, -1), (u, v))
         behind[u][v] = before[v][u] = made
         for neighbour in (u, v):
             if neighbour < layers:
                 heapq.heappush(waiting, neighbour)
-    if not all(gone):
-        left_over = [m for m in range(layers) if not gone[m]]
+    if not all(reduced):
+        left_over = [m for m in range(layers) if not reduced[m]]
         shown = ", ".join(repr(names[m]) if names else str(m) for m in left_over[:4])
         more = f" and {len(left_over) - 4} more" if len(left_over) > 4 else ""
         raise Error(
@@ -96,7 +96,9 @@ def _reduced(layers: int, edges: list[tuple[int, int]], names: Sequence[str]) ->
     return Decomposition(layers=layers, edges=tuple(edges), steps=tuple(steps), ends=tuple(ends))
 
 
-def _step(ends: list[tuple[int, int]], steps: list[Step], edges: int, step: Step, between: tuple[int, int]) -> int:
+def _step(
+    ends: list[tuple[int, int]], steps: list[Composition], edges: int, step: Composition, between: tuple[int, int]
+) -> int:
     steps.append(step)
     ends.append(between)
     return edges + len(steps) - 1

@@ -25,11 +25,11 @@ from dovetail.core.network import FloatArray
 from .pareto import BoolArray, IntArray, Labels, Problem, chosen, label_tables
 
 ROUNDING = 1e-11
-"""Relative; prices are floating-point numbers, and a bound must not cut what it may not."""
+"""Relative; prices are floating-point numbers, and rounding must not make a bound cut too much."""
 FEW = 12
 """With more choices than this a coarse problem comes first."""
 LONG = 40
-"""With more layers than this a better first answer is looked for before all labels are made."""
+"""With more layers than this a better first answer is sought before all labels are made."""
 BEAM = 64
 """Labels per table in that search."""
 
@@ -41,7 +41,7 @@ class _Point:
     x: int
     y: int
     fits: bool
-    """In memory."""
+    """Whether it fits in memory."""
     chosen: list[int]
 
 
@@ -50,10 +50,12 @@ def best(problem: Problem, minimised: Minimised, limit: int | None) -> list[int]
 
     None where no plan stays within it (and in memory).
     """
-    return _Search(problem, minimised, limit).run()
+    return _LimitedSearch(problem, minimised, limit).run()
 
 
-class _Search:
+class _LimitedSearch:
+    """One search; `answer` is the best plan within the limit so far."""
+
     def __init__(self, problem: Problem, minimised: Minimised, limit: int | None) -> None:
         self.problem, self.limit = problem, limit
         self.swapped = minimised == "work"
@@ -91,7 +93,7 @@ class _Search:
             self.answer = point
 
     def price(self, above: _Point) -> float | None:
-        """The price at which the limit is worth it, None if no plan is within it; leaves the best plan seen there."""
+        """The best price λ for the limit, None if no plan is within it; `answer` is the best plan seen on the way."""
         assert self.limit is not None
         few = _few(self.problem)
         if few is not None:
@@ -134,7 +136,7 @@ class _Search:
     def labels(
         self, price: float, cut: float, outer: list[FloatArray], marginals: list[FloatArray], most: int | None = None
     ) -> list[int] | None:
-        """The best plan below the cut; with `most`, of what the so many most promising labels of each table become."""
+        """The best plan below the cut; with `most`, made of the `most` most promising labels of each table."""
         kept = [np.flatnonzero(marginal <= cut) for marginal in marginals] + [np.zeros(1, dtype=np.int64)] * 2
         if any(len(k) == 0 for k in kept):
             return None

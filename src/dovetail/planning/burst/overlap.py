@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.errors import Error
-from dovetail.core.network import AffineCost, FloatArray
+from dovetail.core.network import FloatArray
 from dovetail.core.profile import Profile
 from dovetail.planning.merge import exact
 from dovetail.planning.merge.stream import Stream, finish
@@ -28,7 +28,7 @@ from .planner import BurstPlanner
 from .rules import data_parallel
 
 SHARES = (0.0, 0.25, 0.5, 1.0)
-"""Parts of the all-reduces that the plans to choose from were made for."""
+"""Shares of the all-reduces that are paid for, for which the candidates are made."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def partly_hidden(planner: BurstPlanner, share: float) -> BurstPlanner:
 
 
 def overlapped(planner: BurstPlanner, plan: BurstPlan) -> BurstPlan:
-    """The same counts with what they are predicted to take when gradients travel behind backward."""
+    """The same counts, with the prediction where gradients travel behind backward."""
     cost, counts = planner.cost, plan.counts
     assert isinstance(cost, ProfileCost), "buckets need the sizes of the gradients"
     samples = local_batch(cost.batch, counts).tolist()
@@ -86,8 +86,7 @@ def overlapped(planner: BurstPlanner, plan: BurstPlan) -> BurstPlan:
         if at + 1 == len(layers) or counts[layers[at + 1]] != counts[v]:
             if sizes and counts[v] > 1:
                 stream, reduction = Stream(tuple(ready), tuple(sizes)), cost.wires.reduction(counts[v])
-                affine = isinstance(reduction, AffineCost)
-                cuts = exact.optimal_affine(stream, reduction) if affine else exact.optimal(stream, reduction)  # type: ignore[arg-type]
+                cuts = exact.optimum(stream, reduction)
                 free, last = finish(stream, cuts, reduction), counts[v]
             ready, sizes = [], []
     sticks_out = max(0.0, free - now)
@@ -115,7 +114,7 @@ def fastest_overlapped(planner: BurstPlanner, *, amplification: float | None = N
 def candidates(planner: BurstPlanner, *, amplification: float | None = None) -> list[BurstPlan]:
     """Overlapped plans within a limit: data parallelism, and what is best where 0 to 100 % of the gradients is hidden.
 
-    For those who can judge plans better than `overlapped` does, such as with the buckets that a job will really use.
+    For callers that predict better than `overlapped` does, such as with the buckets that a job will really use.
     """
     plans = data_parallel(planner)
     for share in SHARES:
@@ -140,7 +139,7 @@ def _gradients(profile: Profile, layer: int) -> list[int]:
 
 
 def hidden_share(planner: BurstPlanner, plan: BurstPlan) -> float:
-    """How much of the all-reduces of a plan backward hides: 1 is all."""
+    """Share of a plan's all-reduces that backward hides; 1: all of it."""
     whole = float(np.sum([planner.cost.sync(v, g) for v, g in enumerate(plan.counts)]))
     paid = planner.predict(plan.counts).prediction.iteration
     return (paid - overlapped(planner, plan).prediction.iteration) / whole if whole else 1.0

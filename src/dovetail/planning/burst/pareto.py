@@ -26,7 +26,7 @@ from .graph import Decomposition
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 BITS = 46
-"""Of the largest sum, in ticks; what is left of 63 bits numbers the pairs of choices."""
+"""Bits of the largest sum, in ticks; what is left of 63 bits numbers the pairs of choices."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Problem:
     """Bytes on rank 0, which runs every layer."""
     most_memory: int | None
     tick: float
-    """Seconds."""
+    """Seconds of one tick."""
 
     def value(self, chosen: list[int]) -> tuple[int, int, int]:
         """(time, device-time, memory) of one choice per layer."""
@@ -86,7 +86,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Labels:
-    """Of one table: choices at the two ends, costs, and which labels of the two parts each is made of."""
+    """Labels of one table: choices at the two ends, costs, and which labels of the two parts each is made of."""
 
     first: IntArray
     last: IntArray
@@ -104,7 +104,7 @@ class Labels:
 
 
 Bound = Callable[[int, Labels], BoolArray]
-"""(table, its labels) → which of them may still become a plan that somebody wants."""
+"""(table, its labels) → which of them may still become a wanted plan."""
 
 
 def label_tables(problem: Problem, *, bound: Bound | None = None) -> list[Labels]:
@@ -225,13 +225,13 @@ def _survivors_of_three(group: IntArray, labels: Labels) -> IntArray:
         if here != at:
             at, works, memories = here, [], []
         # Everything before is no slower; device-times ascend and memories descend along the staircase.
-        place = bisect_right(works, work)
-        if place and memories[place - 1] <= memory:
+        at_step = bisect_right(works, work)
+        if at_step and memories[at_step - 1] <= memory:
             continue
-        stop = place
+        stop = at_step
         while stop < len(works) and memories[stop] >= memory:
             stop += 1
-        works[place:stop], memories[place:stop] = [work], [memory]
+        works[at_step:stop], memories[at_step:stop] = [work], [memory]
         kept.append(index)
     return np.array(kept, dtype=np.int64)
 

@@ -1,10 +1,10 @@
 """Burst parallelism: how many devices each layer gets, for a global batch that stays fixed.
 
-    BurstPlanner(profile, cost, devices=8) one job, up to so many devices
+    BurstPlanner(profile, cost, devices=8) one job on up to 8 devices
         .front()                         every plan that no other beats in both time and device-time
         .fastest(amplification=1.25)     the fastest within a limit on total device-time
         .cheapest(iteration=0.015)       the least device-time at a speed
-        .policy("dp:8")                  a baseline by name
+    rules.by_name(planner, "dp:8")         a baseline by name
 
 The iteration takes   Σ_layers compute(⌈B/g⌉) + sync(g)   +   Σ_edges reshard(g before, g after)
 and occupies          Σ_layers g·(compute + sync)          +   Σ_edges g after · reshard      device-seconds.
@@ -39,7 +39,7 @@ from .graph import Decomposition, decompose
 from .pareto import BITS, IntArray, Problem, chosen, label_tables, ticks
 
 MOST_CHOICES = 360
-"""Pairs of choices are numbered in what 63 bits leave beside a sum."""
+"""Limit on the device counts: pairs of choices are numbered in the bits that a sum leaves of 63."""
 
 
 def useful_counts(batch: int, devices: int) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class BurstPlanner:
         return self.predict(self._counts(found), policy=name)
 
     def cheapest(self, *, iteration: float | None = None) -> BurstPlan:
-        """The least device-time with an iteration of at most so many seconds."""
+        """The least device-time with an iteration of at most `iteration` seconds."""
         if iteration is not None and not iteration >= 0:
             raise Error(f"iteration: expected seconds, at least 0, got {iteration}")
         limit = None if iteration is None else self._ticks(iteration)
@@ -125,14 +125,8 @@ class BurstPlanner:
                     break
         return plans
 
-    def policy(self, name: str, *, amplification: float | None = None) -> BurstPlan:
-        """A plan by name: fastest, cheapest, best-dp, dp:G, static-partition, deeppool."""
-        from . import rules
-
-        return rules.plan(self, name, amplification=amplification)
-
     def predict(self, counts: Sequence[int], *, policy: str = "given") -> BurstPlan:
-        """What the cost model says of one device count per layer."""
+        """The plan with these device counts, one per layer, as the cost model predicts it."""
         layers = self.profile.layers
         if len(counts) != len(layers) or not all(1 <= g <= self.devices for g in counts):
             raise Error(
@@ -235,7 +229,7 @@ class BurstPlanner:
         return made if made.most_memory is None else self._fitting(made, made.most_memory)
 
     def _fitting(self, problem: Problem, most: int) -> Problem:
-        """Without the choices that do not fit even where all others need the least."""
+        """The problem without choices that do not fit even if all other layers need the least memory."""
         least = [int(m.min()) for m in problem.memory]
         kept: list[IntArray] = [
             np.flatnonzero(m <= most - sum(least) + own) for m, own in zip(problem.memory, least, strict=True)

@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.errors import Error
+from dovetail.planning.registry import Registry
 
 from .cost import local_batch
 from .planner import BurstPlanner
 
-NAMES = ("fastest", "cheapest", "best-dp", "dp:G", "static-partition", "per-layer", "deeppool", "deeppool-published")
+Rule = Callable[[BurstPlanner, float | None], BurstPlan]
+"""Of a planner and a limit on amplification (None: the rule's own default, or no limit)."""
+
 DEFAULT_AMPLIFICATION = 2.0
 """DeepPool's own default."""
 SMALL_LAYER = 300e-6
 """Seconds on one device up to which DeepPool lets a layer have any amplification."""
 
 
-def plan(burst: BurstPlanner, name: str, *, amplification: float | None = None) -> BurstPlan:
-    if name == "fastest":
-        return burst.fastest(amplification=amplification)
-    if name == "cheapest":
-        return burst.cheapest()
-    if name == "best-dp":
-        return min(data_parallel(burst), key=lambda p: (p.prediction.iteration, p.prediction.device_time))
-    if name == "static-partition":
-        return static_partition(burst, amplification=amplification)
-    if name == "per-layer":
-        return per_layer(burst, amplification=amplification or DEFAULT_AMPLIFICATION)
-    if name == "deeppool":
-        return deeppool(burst, amplification=amplification or DEFAULT_AMPLIFICATION)[0]
-    if name == "deeppool-published":
-        return deeppool_published(burst, amplification=amplification or DEFAULT_AMPLIFICATION)[0]
-    kind, _, number = name.partition(":")
-    if kind == "dp" and number.isdecimal() and 1 <= int(number) <= burst.devices:
-        return burst.predict([int(number)] * len(burst.profile.layers), policy=name)
-    raise Error(f"no burst policy {name!r}: expected one of {', '.join(NAMES)}, with G from 1 to {burst.devices}")
-
-
 def data_parallel(burst: BurstPlanner) -> list[BurstPlan]:
     """Every layer on the same number of devices, for every number that can be useful."""
-    return [plan(burst, f"dp:{g}") for g in burst.choices]
+    return [_same(g, burst, None) for g in burst.choices]
 
 
 def static_partition(
@@ -204,3 +188,51 @@ def _halvings(burst: BurstPlanner) -> list[int]:
 def _check_chain(burst: BurstPlanner, name: str) -> None:
     if len(burst.edges) != len(burst.profile.layers) - 1 or any(v != u + 1 for u, v in burst.edges):
         raise Error(f"{name}: expected a chain of layers, its rule follows one predecessor only")
+
+
+def by_name(burst: BurstPlanner, name: str, *, amplification: float | None = None) -> BurstPlan:
+    """The plan that the policy `name` makes; `amplification` limits it where the policy has a limit."""
+    return POLICIES.parse(name).value(burst, amplification)
+
+
+def _best_dp(burst: BurstPlanner, _: float | None) -> BurstPlan:
+    return min(data_parallel(burst), key=lambda p: (p.prediction.iteration, p.prediction.device_time))
+
+
+def _same(count: int, burst: BurstPlanner, _: float | None) -> BurstPlan:
+    if not 1 <= count <= burst.devices:
+        raise Error(f"no burst policy 'dp:{count}': expected dp:G with G from 1 to {burst.devices}")
+    return burst.predict([count] * len(burst.profile.layers), policy=f"dp:{count}")
+
+
+def _dp(argument: str) -> Rule:
+    if not argument.isdecimal():
+        raise ValueError(f"dp:G with G devices, as in dp:8, got {argument!r}")
+    return partial(_same, int(argument))
+
+
+POLICIES: Registry[Rule] = Registry("burst policy")
+POLICIES.add("fastest", "the least time within the limit", lambda burst, limit: burst.fastest(amplification=limit))
+POLICIES.add("cheapest", "the least device-time", lambda burst, _: burst.cheapest())
+POLICIES.add("best-dp", "data-parallel on the number of devices that is fastest", _best_dp)
+POLICIES.add(
+    "static-partition",
+    "data-parallel on some devices, background work on the others for good",
+    lambda burst, limit: static_partition(burst, amplification=limit),
+)
+POLICIES.add(
+    "per-layer",
+    "the fastest plan in which every layer stays within the limit",
+    lambda burst, limit: per_layer(burst, amplification=limit or DEFAULT_AMPLIFICATION),
+)
+POLICIES.add(
+    "deeppool",
+    "DeepPool's rule as its paper states it",
+    lambda burst, limit: deeppool(burst, amplification=limit or DEFAULT_AMPLIFICATION)[0],
+)
+POLICIES.add(
+    "deeppool-published",
+    "DeepPool's rule as its published code has it",
+    lambda burst, limit: deeppool_published(burst, amplification=limit or DEFAULT_AMPLIFICATION)[0],
+)
+POLICIES.family("dp", "G", "data-parallel on G devices", _dp)

@@ -3,3 +3,12 @@
 Pure functions; may import `core` and `planning.merge`.
 Begin with `planner.py`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dovetail import _moved
+
+if not TYPE_CHECKING:
+    __getattr__ = _moved.attribute(__name__)

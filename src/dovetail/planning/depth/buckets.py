@@ -13,15 +13,15 @@ from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
-from dovetail.planning.merge import policies
+from dovetail.planning.merge.policies import POLICIES
 from dovetail.planning.merge.stream import Stream
 
 
 def depth_stream(plan: DepthPlan, profile: Profile, *, phase: int = 0) -> tuple[Stream, list[int]]:
     """The stream of gradients in sending order, with sizes in equivalent all-reduce bytes; and each one's tensor.
 
-    Ready times are seconds from the start of the iteration, forward included: workers with larger batches begin to go
-    back later.
+    Ready times are seconds from the start of the iteration, forward included: workers with larger batches start their
+    backward pass later.
     """
     if tuple(layer.name for layer in profile.layers) != plan.layers:
         raise Error(f"plan for {plan.profile!r}: expected the layers of profile {profile.name!r} in its order")
@@ -31,7 +31,7 @@ def depth_stream(plan: DepthPlan, profile: Profile, *, phase: int = 0) -> tuple[
     segments = [home[profile.tensors[i].layer] for i in order]
     k, batches = plan.workers, plan.phases[phase].batches
     at_batch = {b: (profile.forward_time(b), profile.ready_times(b)) for b in set(batches)}
-    # A worker for which another time is predicted than the profile's has a device of another speed.
+    # A worker whose predicted time is not the profile's has a device of another speed.
     slowness = [
         p.forward / at_batch[b][0] if p.forward and at_batch[b][0] else 1.0
         for p, b in zip(plan.phases[phase].workers, batches, strict=True)
@@ -64,6 +64,6 @@ def buckets(
     """Names of the parameters that travel together, in sending order."""
     stream, order = depth_stream(plan, profile, phase=phase)
     cost = network.cost("all_reduce", ranks=max(plan.workers, 2))
-    cuts = policies.parse(policy).choose(stream, cost)
+    cuts = POLICIES.parse(policy).value(stream, cost)
     names = [profile.tensors[i].name for i in order]
     return tuple(tuple(names[a:b]) for a, b in pairwise([0, *cuts]))

@@ -12,28 +12,28 @@ from dovetail.core.profile import Profile
 
 
 @dataclass(frozen=True)
-class Device:
+class WorkerDevice:
     """What a worker runs on."""
 
     speed: float = 1.0
-    """Times as fast as the profile's device."""
+    """How many times as fast as the profile's device."""
     memory: int | None = None
-    """Bytes; None for as much as it takes."""
+    """Bytes; None for no limit."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < float("inf"):
-            raise Error(f"Device.speed: expected above 0, got {self.speed}")
+            raise Error(f"WorkerDevice.speed: expected above 0, got {self.speed}")
         if self.memory is not None and self.memory <= 0:
-            raise Error(f"Device.memory: expected above 0 bytes, got {self.memory}")
+            raise Error(f"WorkerDevice.memory: expected above 0 bytes, got {self.memory}")
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Of one profile in segments on given devices. Depth d means the last d segments."""
+class DepthCosts:
+    """Costs of one profile, cut into segments, on given devices. Depth d means the last d segments."""
 
     profile: Profile
     segments: tuple[Segment, ...]
-    devices: tuple[Device, ...]
+    devices: tuple[WorkerDevice, ...]
     optimizer_copies: int
     """Bytes of optimiser state over bytes of weights: 2 for Adam, 1 for momentum."""
 
@@ -43,7 +43,7 @@ class Costs:
 
     @cached_property
     def segment_bytes(self) -> list[int]:
-        """Gradients of each segment."""
+        """Bytes of the gradients of each segment."""
         found = [0] * len(self.segments)
         for tensor in self.profile.tensors:
             found[self._home[tensor.layer]] += tensor.bytes
@@ -91,7 +91,7 @@ class Costs:
         return batch * sum(layer.activation_bytes for layer in self.profile.layers[first:])
 
     def memory(self, depth: int, batch: int) -> int:
-        """Weights, gradients, the optimiser's state, what is kept, and the widest output on its way to the cut.
+        """Bytes: weights, gradients, the optimiser's state, kept outputs, and the widest output before the cut.
 
         At full depth all of it is kept: then this is what data parallelism needs.
         """

@@ -10,6 +10,16 @@ b = Σ b_i among the contributors,
 so the difference gives tr(Σ) and the rest |G|², both without bias. The noise scale B_noise = tr(Σ)/|G|², in samples,
 says what a batch is worth: a step from b samples makes 1/(1 + B_noise/b) of the progress of one from infinitely many.
 In the optimiser's own metric (for Adam, squares divided by √v) the norms are those of the step that is really taken.
+
+The bound at the present learning rate (`kept`): noise that small steps average out need not be paid for. Take a step of
+size η on a loss of curvature H, with n the noise scale over the batch. It gains η − η²H(1 + n)/2 of the squared
+gradient: noise costs η², progress brings η. A schedule whose peak rate is the best for the whole batch has
+peak · H · (1 + n) = 1. At r times the peak, contributors that leave noise n' instead of n then keep
+
+    (2 − r (1 + n')/(1 + n)) / (2 − r)
+
+of the step's progress. At the peak that is stricter than the bound without a rate (`retained`), which lets the rate
+follow the noise; as the schedule falls, fewer contributors suffice: full depth first, partial depth late.
 """
 
 from __future__ import annotations
@@ -23,18 +33,18 @@ from dovetail.core.errors import Error
 
 @dataclass(frozen=True)
 class Guard:
-    """How much progress per step partial backpropagation may cost, and how often that is looked at."""
+    """How much progress per step partial backpropagation may cost, and how often that is measured."""
 
     epsilon: float = 0.03
     """Share of a full step's progress that any segment may lose."""
     every: int = 20
-    """Steps from one measurement to the next. A measured step runs at full depth."""
+    """Iterations from one measurement to the next. A measured iteration runs at full depth."""
     smoothing: float = 0.3
     """Weight of the newest measurement in the running means of tr(Σ) and of |G|², which are kept apart."""
     patience: int = 2
     """Measurements before the first decision; until then all workers run at full depth."""
     annealed: bool = True
-    """Whether the bound counts at the present learning rate (`planning.anneal`): stricter at its peak, then looser."""
+    """Whether the bound counts at the present learning rate (`kept`): stricter at its peak, then looser."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon < 1:
@@ -48,7 +58,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of one segment's gradient: one measurement, or the running means of several."""
+    """Noise and signal of one segment's gradient: one measurement, or the running means of several."""
 
     variance: float
     """tr(Σ) of one sample's gradient."""
@@ -89,24 +99,52 @@ def retained(noise_scale: float, have: float, batch: float) -> float:
     return (1 + noise_scale / batch) / (1 + noise_scale / have)
 
 
+def kept(noise_scale: float, have: float, batch: float, *, rate: float) -> float:
+    """The same at a learning rate that stays as it is; below 0 where the step does harm.
+
+    `rate` is the learning rate over its peak, above 0 and at most 1.
+    """
+    growth = batch / have if math.isinf(noise_scale) else (1 + noise_scale / have) / (1 + noise_scale / batch)
+    return (2 - rate * growth) / (2 - rate)
+
+
 def fewest(
-    segments: Sequence[Moments], batches: Sequence[float], *, epsilon: float, least: Sequence[int] | None = None
+    segments: Sequence[Moments],
+    batches: Sequence[float],
+    *,
+    epsilon: float,
+    least: Sequence[int] | None = None,
+    rate: float | None = None,
 ) -> tuple[int, ...]:
     """The smallest number of contributors for each segment, from the input to the output, that the bound allows.
 
     `batches` are the workers' samples in the order in which workers join a segment. A worker that reaches a segment has
-    passed all those behind it, so the numbers do not decrease towards the output, where everybody contributes.
+    passed all those behind it, so the numbers do not decrease towards the output, where everybody contributes. With a
+    `rate`, the bound is that at this share of the peak learning rate.
     """
+    assert rate is None or 0 < rate <= 1, "a share of the peak"
     k, total = len(batches), sum(batches)
+
+    def share(noise_scale: float, have: float) -> float:
+        return retained(noise_scale, have, total) if rate is None else kept(noise_scale, have, total, rate=rate)
+
     counts: list[int] = []
     for index, segment in enumerate(segments):
-        needed = next(
-            c for c in range(1, k + 1) if retained(segment.noise_scale, sum(batches[:c]), total) >= 1 - epsilon - 1e-12
-        )
-        floor = max(counts[-1] if counts else 1, least[index] if least else 1)
-        counts.append(max(needed, floor))
+        enough = (c for c in range(1, k) if share(segment.noise_scale, sum(batches[:c])) >= 1 - epsilon - 1e-12)
+        counts.append(max(next(enough, k), counts[-1] if counts else 1, least[index] if least else 1))
     counts[-1] = k
     return tuple(counts)
+
+
+class RelativeRate:
+    """The learning rate over its peak so far; 1 until it begins to fall: a warm-up does not count as late."""
+
+    def __init__(self) -> None:
+        self.peak = 0.0
+
+    def __call__(self, learning_rate: float) -> float:
+        self.peak = max(self.peak, learning_rate)
+        return max(learning_rate / self.peak, 1e-9) if self.peak > 0 else 1.0
 
 
 def progress(segments: Sequence[Moments], counts: Sequence[int], batches: Sequence[float]) -> float:
@@ -119,8 +157,8 @@ def progress(segments: Sequence[Moments], counts: Sequence[int], batches: Sequen
     full = [max(s.signal, 0.0) / (1 + s.noise_scale / total) if s.signal > 0 else 0.0 for s in segments]
     if sum(full) <= 0:
         return min(retained(s.noise_scale, b, total) for s, b in zip(segments, have, strict=True))
-    kept = [f * retained(s.noise_scale, b, total) for f, s, b in zip(full, segments, have, strict=True)]
-    return sum(kept) / sum(full)
+    partial = [f * retained(s.noise_scale, b, total) for f, s, b in zip(full, segments, have, strict=True)]
+    return sum(partial) / sum(full)
 
 
 def cost(counts: Sequence[int], batches: Sequence[float], *, forward: float, backward: Sequence[float]) -> float:
@@ -185,7 +223,7 @@ def assign(counts: Sequence[int], order: Sequence[int], limits: Sequence[int] | 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the guard saw at a step and what follows from it. Its text is one line of the log."""
+    """What the guard measured at an iteration and what follows from it. Its text is one line of the log."""
 
     step: int
     metric: str
@@ -193,12 +231,12 @@ class Decision:
     """B_noise of each segment as a multiple of the global batch, from the input to the output."""
     before: tuple[int, ...]
     counts: tuple[int, ...]
-    """Contributors of each segment from the next step on."""
+    """Contributors of each segment from the next iteration on."""
     progress: float
     cost: float
     workers: int
     fewer: int | None
-    """So many workers at full depth would serve as well for less."""
+    """Number of workers at full depth that would make the same progress for no more device-seconds, if any."""
     rate: float | None = None
     """Learning rate over its peak, where the bound depends on it."""
 
@@ -230,11 +268,11 @@ def decide(
     counts: Sequence[int] | None = None,
     rate: float | None = None,
 ) -> Decision:
-    """The guard's whole judgement of one measured step, from smoothed moments.
+    """The guard's decision after one measured iteration, from smoothed moments.
 
     `least` are the plan's own counts: the guard deepens what is too noisy and never goes below the plan. `forward` and
     `backward` default to a backward pass of twice the forward's time in segments of equal time. `counts` are those of
-    another rule, in place of `fewest`, with the learning `rate` over its peak if that rule looks at it.
+    another rule, in place of `fewest`, with the learning `rate` over its peak if that rule depends on it.
     """
     shares = list(backward) if backward is not None else [2.0 / len(segments)] * len(segments)
     counts = tuple(counts) if counts else fewest(segments, batches, epsilon=guard.epsilon, least=least)

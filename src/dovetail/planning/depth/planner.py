@@ -1,4 +1,4 @@
-"""Depth plans: from a profile and so many workers to segments, a depth and a local batch for each worker.
+"""Depth plans: from a profile and a number of workers to segments, a depth and a local batch for each worker.
 
     plan(profile, network, workers=4, policy="balanced")     one plan
     compare(profile, network, workers=4)                     one for every policy
@@ -17,20 +17,21 @@ from functools import cached_property, partial
 
 import msgspec
 
-from dovetail.core.depth_plan import DepthPlan, Phase
+from dovetail.core.depth_plan import DepthPhase, DepthPlan
 from dovetail.core.errors import Error
 from dovetail.core.files import MOST_BYTES, MOST_COUNT
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
 from dovetail.planning.merge import exact
 from dovetail.planning.merge.stream import objective
+from dovetail.planning.registry import Registry
 
 from .buckets import depth_stream
-from .cost import Costs, Device
+from .cost import DepthCosts, WorkerDevice
 from .segmentation import segments as cut
 from .shares import assign, balance, deepen
 
-__all__ = ["COMPARED", "Device", "compare", "described", "plan"]
+__all__ = ["COMPARED", "POLICIES", "WorkerDevice", "compare", "plan"]
 
 LATE = 0.5
 """Share of the training after which a late policy begins: full depth first, partial depth when the noise hurts less."""
@@ -38,12 +39,12 @@ COMPARED = ("full", "ladder", "late-ladder", "balanced", "late-balanced")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a policy may look at."""
+class DepthSetting:
+    """What a policy decides by."""
 
-    costs: Costs
+    costs: DepthCosts
     batch: int
-    """Samples per worker if all have the same."""
+    """Samples per worker if all have the same number."""
     min_contributors: int
     network: Network | None = None
 
@@ -63,11 +64,11 @@ class Setting:
         return (self.batch,) * self.workers
 
     def limits(self) -> list[int]:
-        """The depths that workers' memory holds at equal batches."""
+        """The deepest depth that each worker's memory holds at equal batches."""
         return [self.costs.deepest(w, self.batch) for w in range(self.workers)]
 
     def seconds(self, worker: int, depth: int) -> float:
-        """At equal batches; depth 0 is forward alone."""
+        """Seconds of a worker at equal batches; depth 0 is forward alone."""
         return self.costs.seconds(worker, depth, self.batch)
 
     @cached_property
@@ -82,18 +83,18 @@ class Setting:
         return tuple(sum(c >= self.workers - i for c in self.counts) for i in range(self.workers))
 
     def placed(self, depths: Sequence[int]) -> tuple[int, ...]:
-        """The same depths on the workers that bear them best; as they stand where all devices are alike."""
+        """The same depths, assigned to the workers that they suit best; unchanged where all devices are alike."""
         alike = len(set(self.costs.devices)) == 1
         if alike and all(d <= limit for d, limit in zip(depths, self.limits(), strict=True)):
             return tuple(depths)
         return assign(depths, self.seconds, limits=self.limits())
 
     def balanced(self, depths: Sequence[int]) -> tuple[int, ...]:
-        """Local batches with which workers of these depths finish together, what follows them on the wire included.
+        """Local batches with which workers of these depths finish together, the sending that follows included.
 
-        A worker's deepest segment is on nobody's way before that worker is done, and gradients leave from the last
-        segment to the first. So after a worker has finished, its deepest segment and all those before it are still to
-        be sent: that much earlier it has to be done.
+        A worker's deepest segment cannot be sent before that worker is done, and gradients leave from the last segment
+        to the first. So after a worker has finished, its deepest segment and all those before it are still to be sent:
+        it has to be done earlier by that much.
         """
         most = min(self.total, MOST_COUNT)  # what a plan can say
         caps = [self.costs.largest(w, d, most) for w, d in enumerate(depths)]
@@ -107,7 +108,7 @@ class Setting:
         return balance(seconds, self.total, caps=caps, knots=measured)
 
     def _sending(self, depths: Sequence[int]) -> list[float]:
-        """Seconds that each segment is on the wire, as one bucket."""
+        """Seconds that sending each segment takes, as one bucket."""
         k = self.workers
         if self.network is None or k < 2:
             return [0.0] * self.segments
@@ -121,24 +122,24 @@ class Setting:
 
 Choice = tuple[float, tuple[int, ...], tuple[int, ...]]
 """(begins, depths, batches) of a phase."""
-Choose = Callable[[Setting], list[Choice]]
+Choose = Callable[[DepthSetting], list[Choice]]
 
 
-def _full(s: Setting) -> list[Choice]:
+def _full(s: DepthSetting) -> list[Choice]:
     return [(0.0, (s.segments,) * s.workers, s.even())]
 
 
-def _ladder(s: Setting) -> list[Choice]:
+def _ladder(s: DepthSetting) -> list[Choice]:
     return [(0.0, s.placed(s.rungs), s.even())]
 
 
-def _balanced(s: Setting) -> list[Choice]:
-    # Where devices differ, who is slow is known at equal batches already; batches then even out what is left.
+def _balanced(s: DepthSetting) -> list[Choice]:
+    # Where devices differ, depths follow their speeds at equal batches; batches then even out what is left.
     depths = s.rungs if len(set(s.costs.devices)) == 1 else _by_speed(s)
     return [(0.0, depths, s.balanced(depths))]
 
 
-def _by_speed(s: Setting) -> tuple[int, ...]:
+def _by_speed(s: DepthSetting) -> tuple[int, ...]:
     """Depths by device for unequal batches: the slower and the smaller the shallower."""
     order = sorted(range(s.workers), key=lambda w: (s.costs.devices[w].speed, s.limits()[w], w))
     depths = [0] * s.workers
@@ -147,58 +148,18 @@ def _by_speed(s: Setting) -> tuple[int, ...]:
     return tuple(depths)
 
 
-def _heterogeneous(s: Setting) -> list[Choice]:
+def _heterogeneous(s: DepthSetting) -> list[Choice]:
     return [(0.0, deepen(s.counts, s.seconds, limits=s.limits()), s.even())]
 
 
 def _late(choose: Choose, begins: float) -> Choose:
-    def both(s: Setting) -> list[Choice]:
+    def both(s: DepthSetting) -> list[Choice]:
         return [*_full(s), *((begins, depths, batches) for _, depths, batches in choose(s))]
 
     return both
 
 
-_FIXED: dict[str, tuple[str, Choose]] = {
-    "full": ("everybody backpropagates through everything", _full),
-    "ladder": ("worker i through the last i segments", _ladder),
-    "late-ladder": ("full depth first, the ladder in the last half of training", _late(_ladder, LATE)),
-    "balanced": ("the ladder, with local batches such that all finish together", _balanced),
-    "late-balanced": ("full depth first, balanced in the last half of training", _late(_balanced, LATE)),
-    "heterogeneous": ("as deep as each device goes while nobody waits for it", _heterogeneous),
-    "guard": ("starts at full depth; the guard then lowers it as the noise allows", _full),
-}
-
-
-def described() -> list[tuple[str, str]]:
-    """(name, description) of every policy, for people."""
-    return [
-        *((name, text) for name, (text, _) in _FIXED.items()),
-        ("late-ladder:SHARE", "the ladder after so much of the training, such as late-ladder:0.75"),
-        ("depths:D,D,…", "these depths, one for each worker"),
-    ]
-
-
-def parse(text: str) -> Choose:
-    """The policy of that name; an Error that lists what exists if there is none."""
-    if text in _FIXED:
-        return _FIXED[text][1]
-    name, colon, argument = text.partition(":")
-    if colon and name in ("late-ladder", "late-balanced"):
-        try:
-            begins = float(argument)
-        except ValueError:
-            begins = 0.0
-        if not 0 < begins < 1:
-            raise Error(f"policy {text!r}: expected a share of the training above 0 and below 1, got {argument!r}")
-        return _late(_FIXED[name.removeprefix("late-")][1], begins)
-    if colon and name == "depths":
-        if not all(part.strip().isdecimal() for part in argument.split(",")):
-            raise Error(f"policy {text!r}: expected whole numbers such as depths:1,2,4,4")
-        return partial(_given, tuple(int(part) for part in argument.split(",")))
-    raise Error(f"no policy {text!r}: expected one of {', '.join(name for name, _ in described())}")
-
-
-def _given(depths: tuple[int, ...], s: Setting) -> list[Choice]:
+def _given(depths: tuple[int, ...], s: DepthSetting) -> list[Choice]:
     if len(depths) != s.workers:
         raise Error(f"depths: expected one for each of {s.workers} workers, got {len(depths)}")
     if min(depths) < 1 or max(depths) != s.segments:
@@ -211,6 +172,40 @@ def _given(depths: tuple[int, ...], s: Setting) -> list[Choice]:
     return [(0.0, depths, s.even())]
 
 
+def _late_by(choose: Choose, argument: str) -> Choose:
+    try:
+        begins = float(argument)
+    except ValueError:
+        begins = 0.0
+    if not 0 < begins < 1:
+        raise ValueError(f"a share of the training above 0 and below 1, got {argument!r}")
+    return _late(choose, begins)
+
+
+def _depths(argument: str) -> Choose:
+    if not all(part.strip().isdecimal() for part in argument.split(",")):
+        raise ValueError("whole numbers such as depths:1,2,4,4")
+    return partial(_given, tuple(int(part) for part in argument.split(",")))
+
+
+POLICIES: Registry[Choose] = Registry("policy")
+POLICIES.add("full", "everybody backpropagates through everything", _full)
+POLICIES.add("ladder", "worker i through the last i segments", _ladder)
+POLICIES.add("late-ladder", "full depth first, the ladder in the last half of training", _late(_ladder, LATE))
+POLICIES.add("balanced", "the ladder, with local batches such that all finish together", _balanced)
+POLICIES.add("late-balanced", "full depth first, balanced in the last half of training", _late(_balanced, LATE))
+POLICIES.add("heterogeneous", "as deep as each device goes while nobody waits for it", _heterogeneous)
+POLICIES.add("guard", "starts at full depth; the guard then lowers it as the noise allows", _full)
+POLICIES.family(
+    "late-ladder",
+    "SHARE",
+    "the ladder after this share of the training, such as late-ladder:0.75",
+    partial(_late_by, _ladder),
+)
+POLICIES.family("late-balanced", "SHARE", "balanced after this share of the training", partial(_late_by, _balanced))
+POLICIES.family("depths", "D,D,…", "these depths, one for each worker", _depths)
+
+
 def plan(
     profile: Profile,
     network: Network | None = None,
@@ -220,7 +215,7 @@ def plan(
     segments: int | None = None,
     batch: int | None = None,
     min_contributors: int = 1,
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[WorkerDevice] | None = None,
     cuts: Sequence[str] | None = None,
     optimizer_copies: int = 2,
 ) -> DepthPlan:
@@ -240,10 +235,12 @@ def plan(
         raise Error(f"min_contributors: expected 1 to {count}, got {min_contributors}")
     possible = len({t.layer for t in profile.tensors}) if cuts is None else len(cuts) + 1
     found = cut(profile, min(count, possible) if segments is None else segments, cuts=cuts)
-    costs = Costs(profile, found, tuple([Device()] * count if devices is None else devices), optimizer_copies)
-    setting = Setting(costs, samples, min_contributors, network)
+    costs = DepthCosts(
+        profile, found, tuple([WorkerDevice()] * count if devices is None else devices), optimizer_copies
+    )
+    setting = DepthSetting(costs, samples, min_contributors, network)
     even = _phase(costs, _full(setting)[0])
-    choices = parse(policy)(setting)
+    choices = POLICIES.parse(policy).value(setting)
     for _, depths, batches in choices:
         _check_memory(costs, policy, depths, batches)
     phases = tuple(_phase(costs, choice) for choice in choices)
@@ -263,13 +260,13 @@ def plan(
     return msgspec.structs.replace(made, phases=_timed(made, profile, network), full=full)
 
 
-def _workers(workers: int | None, devices: Sequence[Device] | None, network: Network | None) -> int:
+def _workers(workers: int | None, devices: Sequence[WorkerDevice] | None, network: Network | None) -> int:
     if workers is not None:
         return workers
     if devices is not None:
         return len(devices)
     if network is None:
-        raise Error("workers: expected how many there are, or a network or devices to tell")
+        raise Error("workers: expected a number, or a network or devices that imply one")
     return network.ranks
 
 
@@ -285,8 +282,8 @@ def compare(
     return [plan(profile, network, workers=workers, batch=batch, policy=name) for name in policies]
 
 
-def _check_memory(costs: Costs, policy: str, depths: Sequence[int], batches: Sequence[int]) -> None:
-    """Policies that start at full depth have no shallower one to offer, so they need a check of their own."""
+def _check_memory(costs: DepthCosts, policy: str, depths: Sequence[int], batches: Sequence[int]) -> None:
+    """Raises an Error where a worker's memory is too small: not every policy chooses depths by memory."""
     for w, (device, depth, batch) in enumerate(zip(costs.devices, depths, batches, strict=True)):
         needed = costs.memory(depth, batch)
         if device.memory is not None and needed > device.memory:
@@ -296,12 +293,14 @@ def _check_memory(costs: Costs, policy: str, depths: Sequence[int], batches: Seq
             )
 
 
-def _phase(costs: Costs, choice: Choice) -> Phase:
+def _phase(costs: DepthCosts, choice: Choice) -> DepthPhase:
     begins, depths, batches = choice
-    return Phase(begins=begins, depths=depths, batches=batches, workers=costs.predict(depths, batches), iteration=0.0)
+    return DepthPhase(
+        begins=begins, depths=depths, batches=batches, workers=costs.predict(depths, batches), iteration=0.0
+    )
 
 
-def _timed(plan: DepthPlan, profile: Profile, network: Network | None) -> tuple[Phase, ...]:
+def _timed(plan: DepthPlan, profile: Profile, network: Network | None) -> tuple[DepthPhase, ...]:
     """The plan's phases with their iteration times."""
     timed = []
     for i, phase in enumerate(plan.phases):

@@ -1,4 +1,4 @@
-"""Segments of equal backward time: where to cut the layers so that every segment takes as long as any other.
+"""Segments of equal backward time: where to cut the layers so that all segments take equally long.
 
 A segment is a run of layers in execution order that holds at least one parameter. The cuts are exact: no other cuts
 have a shorter longest segment, and of those that share this longest segment none has a smaller sum of squares.

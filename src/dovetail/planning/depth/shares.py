@@ -1,4 +1,4 @@
-"""Who takes how much: local batches with which all workers finish together, and depths that fit their devices."""
+"""Shares of the work: local batches with which all workers finish together, and depths that fit their devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def balance(seconds: Seconds, total: int, *, caps: Sequence[int | None], knots: 
         raise Error(f"worker {limits.index(min(limits))}: its memory does not hold a single sample at its depth")
     if sum(limits) < total:
         raise Error(
-            f"global batch: expected at most {sum(limits)}, which is all that the workers' memory holds: {total}"
+            f"global batch: expected at most {sum(limits)}, which is all that the workers' memory holds, got {total}"
         )
     batches = [1] * workers
     if total - workers > FEW:
@@ -49,11 +49,11 @@ def balance(seconds: Seconds, total: int, *, caps: Sequence[int | None], knots: 
 
 
 def _by_deadline(seconds: Seconds, total: int, limits: Sequence[int], knots: Sequence[int]) -> list[int]:
-    """What the workers have when all but the last few samples are handed out, one after another.
+    """The batches when all but the last few samples have been handed out, one after another.
 
-    Samples go out in the order of the times with them, so at any moment everybody has as many as it does by some
-    deadline. Deadlines are bisected. Where many samples end at the very same time, no deadline parts them: of those the
-    first workers get theirs first.
+    Samples are handed out in the order of the times that they lead to. So at any moment every worker has as many as it
+    can do by some deadline, which is found by bisection. Where many samples end at the very same time no deadline
+    separates them: of those, the first workers get theirs first.
     """
     inner = [[2, *(k for k in knots if 2 < k < limit), limit] if limit > 1 else [] for limit in limits]
 
@@ -62,12 +62,12 @@ def _by_deadline(seconds: Seconds, total: int, limits: Sequence[int], knots: Seq
 
     low, high = 0.0, max(seconds(w, k) for w, points in enumerate(inner) for k in points)
     batches, most = done(low), list(limits)
-    if sum(batches) > total:  # they take no time at all
+    if sum(batches) > total:  # samples take no time at all
         batches, most, high = [1] * len(limits), batches, low
     while total - sum(batches) > FEW:
         middle = (low + high) / 2
         if not low < middle < high:
-            # Whoever is beyond the low deadline ends at the high one: nothing lies between them.
+            # No number lies between the deadlines: every sample beyond the low one ends at the high one.
             for w in range(len(limits)):
                 batches[w] += min(most[w] - batches[w], total - sum(batches))
             break
@@ -80,7 +80,7 @@ def _by_deadline(seconds: Seconds, total: int, limits: Sequence[int], knots: Seq
 
 
 def _most(seconds: Seconds, worker: int, deadline: float, points: Sequence[int]) -> int:
-    """The batch up to which a worker is done by a deadline with every batch from two on."""
+    """The largest batch such that the worker meets the deadline with it and with every smaller one from two on."""
     sure = 1
     for point in points:
         if seconds(worker, point) <= deadline:
@@ -124,7 +124,7 @@ def assign(depths: Sequence[int], seconds: Seconds, *, limits: Sequence[int]) ->
         middle = (low + high) // 2
         low, high = (low, middle) if fits(moments[middle]) else (middle + 1, high)
     most = deepest(moments[low])
-    # Who can go least deep takes the shallowest; among equals the slower, then the first: a ladder stays a ladder.
+    # The worker that can go least deep takes the shallowest depth; among equals the slower, then the first.
     order = sorted(range(workers), key=lambda w: (most[w], -times[w][-1], w))
     given = [0] * workers
     for worker, depth in zip(order, wanted, strict=True):
@@ -133,7 +133,7 @@ def assign(depths: Sequence[int], seconds: Seconds, *, limits: Sequence[int]) ->
 
 
 def deepen(counts: Sequence[int], seconds: Seconds, *, limits: Sequence[int]) -> tuple[int, ...]:
-    """Depths as deep as they come for free, once segment s (from the input) has counts[s] contributors.
+    """The deepest depths that cost no time, given that segment s (from the input) needs counts[s] contributors.
 
     The shortest deadline is sought by which enough workers reach every segment; then every worker goes as deep as it
     can by that deadline, since nobody would wait for it.

@@ -1,9 +1,9 @@
-"""Who is slow for a while, and how deep such a worker may still go. Pure: every rank comes to the same answer.
+"""Workers that are slow for a while, and how deep they may still go. Pure: every rank comes to the same answer.
 
 A worker's slowness is the time per sample that its own computation took, over what its depth should take, over the
-median of that among all workers. A worker that was slow in each of the last few steps gets the deepest depth with which
-it keeps up with a healthy worker at full depth; when it was not slow in each of the last few steps, it gets its own
-depth back.
+median of that among all workers. A worker that was slow in each of the last few iterations gets the deepest depth with
+which it keeps up with a healthy worker at full depth; once it was healthy in each of the last few iterations, it gets
+its own depth back.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Stragglers:
     """When a worker counts as slow."""
 
     slow: float = 1.5
-    """Times the median worker's time for the same work."""
+    """A worker is slow above this many times the median worker's time for the same work."""
     patience: int = 5
-    """Steps in a row, both for calling a worker slow and for calling it well again."""
+    """Iterations in a row after which a worker counts as slow, and after which it counts as healthy again."""
 
     def __post_init__(self) -> None:
         if not self.slow > 1:
@@ -33,12 +33,12 @@ class Stragglers:
 
     @property
     def well(self) -> float:
-        """Below this a slow worker is well again; lower than `slow`, so that nobody goes to and fro."""
+        """Below this a slow worker is healthy again; lower than `slow`, so that no worker alternates."""
         return (1 + self.slow) / 2
 
 
 class Pace:
-    """Keeps the last steps of all workers and the limits that follow."""
+    """The last iterations of all workers, and the depth limits that follow from them."""
 
     def __init__(self, options: Stragglers, *, workers: int, segments: int, forward: float, backward: float) -> None:
         """`forward` and `backward`: what the whole passes should take, in any unit."""
@@ -48,7 +48,7 @@ class Pace:
         self.limits: tuple[int, ...] = (segments,) * workers
 
     def update(self, seconds: Sequence[float], depths: Sequence[int]) -> list[str]:
-        """Takes in what each worker took per sample in a step at these depths; returns one line for every change."""
+        """Adds the seconds per sample of each worker in an iteration at these depths; returns one line per change."""
         relative = [t / self._cost(d) for t, d in zip(seconds, depths, strict=True)]
         # The lower median: with two workers, one of which is slow, the healthy one is the measure.
         usual = statistics.median_low(relative)

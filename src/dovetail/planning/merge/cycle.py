@@ -6,9 +6,9 @@ What happens, in order, on every rank at the same time:
    last gradient is ready: afterwards every rank holds the sum of its own 1/n of the bucket.
 2. The optimiser updates that 1/n, the rank's shards: all of them in one step once backward and the last reduce-scatter
    are over (clipping by the global norm needs that), or bucket by bucket as their reduce-scatters end.
-3. The next forward starts at once. The updated parameters are all-gathered over the same channel, on end, the bucket
-   with the first layers first: the reverse of the order in which they were reduced. A layer starts once the buckets
-   that hold its tensors are there.
+3. The next forward starts at once. The updated parameters are all-gathered over the same channel without a pause, the
+   bucket with the first layers first: the reverse of the order in which they were reduced. A layer starts once the
+   buckets that hold its tensors are there.
 4. The last layers' bucket comes last and is needed last. So the channel is free when the next backward starts, no
    iteration reaches into the one after next, and every period is alike.
 
@@ -42,12 +42,12 @@ class Cycle:
     """The same tensors, breaks and cap. `ready[j]`: seconds of forward from the first layer that uses any of the
     tensors 0..j to the end; `backward`: seconds of the whole forward pass."""
     scatter: Cost
-    """Seconds of the reduce-scatter of so many bytes, in total over all ranks' shards."""
+    """Seconds of a reduce-scatter, by the bytes of all ranks' shards together."""
     gather: Cost
     step: float = 0.0
     """Seconds of the optimiser on all of a rank's shards at once, between the phases."""
     update: Cost | None = None
-    """Seconds of the optimiser on the shard of a bucket of so many bytes, where shards are updated one by one."""
+    """Seconds of the optimiser on a bucket's shard, by the bytes of the bucket, where shards are updated one by one."""
 
     def __post_init__(self) -> None:
         a, b = self.backward, self.forward
@@ -62,17 +62,17 @@ class Phases:
     """When everything happens, by bucket in gradient-ready order. Times in seconds."""
 
     scatters: list[tuple[float, float]]
-    """From the start of backward."""
+    """Seconds from the start of backward."""
     updates: list[tuple[float, float]]
-    """From the start of backward; one in all, or one for each bucket."""
+    """Seconds from the start of backward; one in all, or one for each bucket."""
     gathers: list[tuple[float, float]]
-    """From the start of the next forward, which starts with the last update's end."""
+    """Seconds from the start of the next forward, which starts when the last update ends."""
     forward: float
-    """How long the next forward takes, waiting included."""
+    """Seconds of the next forward, waiting included."""
 
     @property
     def period(self) -> float:
-        """From one start of backward to the next, and so from one start of forward to the next."""
+        """Seconds from one start of backward to the next, and so from one start of forward to the next."""
         return self.updates[-1][1] + self.forward
 
 
@@ -107,8 +107,8 @@ def cycle(
 def tails(profile: Profile, *, batch: int | None = None) -> list[float]:
     """For every tensor in ready order: seconds of forward from its layer on.
 
-    A tensor that is used earlier than one that was ready before it does not come earlier for that: all-gathers are in
-    order. `cycle` therefore takes running maxima, which leave the finish of every partition as it is.
+    All-gathers keep their order, so a tensor that forward uses earlier than one that was ready before it does not come
+    earlier. `cycle` therefore takes running maxima, which leave the finish of every partition as it is.
     """
     seconds = [layer.forward(batch or profile.batch) for layer in profile.layers]
     left = list(accumulate(reversed(seconds)))[::-1]
@@ -116,7 +116,7 @@ def tails(profile: Profile, *, batch: int | None = None) -> list[float]:
 
 
 def by_bytes(seconds: float, total: int) -> Cost | None:
-    """What updating a bucket's shard takes, where that of all `total` bytes takes `seconds`; None for nothing."""
+    """The cost of updating a bucket's shard, where all `total` bytes together take `seconds`; None where that is 0."""
     return AffineCost(0.0, seconds / max(1, total)) if seconds else None
 
 

@@ -1,6 +1,6 @@
 """The best buckets where reduce-scatters hide behind backward and all-gathers behind the next forward.
 
-Both phases have the same buckets (`planning.cycle`), and each alone would be the merging problem of `planning.exact`.
+Both phases have the same buckets (`cycle`), and each alone would be the merging problem of `exact`.
 For a fixed last bucket [i, j) both finishes are non-decreasing in what the prefix i has reached:
 
     F_j = max(F_i, r_j) + S(P_j − P_i),    H_j = max(H_i, t_j) + G(P_j − P_i)
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.core.network import AffineCost, Cost, FloatArray
+from dovetail.core.network import Cost, FloatArray
 from dovetail.core.plan import MIB
 
 from . import exact, rules
@@ -32,9 +32,9 @@ from .stream import IntArray, Stream, bucket_bytes, rows
 _ROUNDING = 1e-12
 _MOST_BUCKETS = 24
 _WORTH_A_LOOK = 0.05
-"""Partitions with a given count of buckets are looked for up to so far above the optimum …"""
+"""Partitions with a given count of buckets are sought up to this share above the optimum …"""
 _CELL = 0.002
-"""… and so exactly, as a share of the optimum for each bucket."""
+"""… and with this precision, as a share of the optimum for each bucket."""
 
 
 def optimal(cycle: Cycle) -> list[int]:
@@ -47,14 +47,14 @@ def optimal(cycle: Cycle) -> list[int]:
 def within(cycle: Cycle, limit: float) -> list[int] | None:
     """The partition with the shortest period if that is within `limit` seconds; a lower limit is faster to answer."""
     limit = min(limit, *(period(cycle, cuts) for cuts in _simple(cycle)))
-    fronts = _layer(cycle, _Bounds.of(cycle, limit), None)
+    fronts = _layer(cycle, _CompletionBounds.of(cycle, limit), None)
     return _walk(cycle, [fronts], 0) if len(fronts[-1]) else None
 
 
 def fewest(cycle: Cycle, *, tolerance: float = 0.01, best: list[int] | None = None) -> list[int]:
     """The fewest buckets whose period is within `tolerance` of the optimum; of all with that many, the shortest."""
     best = optimal(cycle) if best is None else best
-    bounds = _Bounds.of(cycle, period(cycle, best) * (1 + tolerance))
+    bounds = _CompletionBounds.of(cycle, period(cycle, best) * (1 + tolerance))
     layers = [_nothing(cycle)]
     for count in range(1, len(best)):
         layers.append(_layer(cycle, bounds, layers[-1]))
@@ -69,7 +69,7 @@ def best_per_count(cycle: Cycle, most: int, *, limit: float, cell: float = 0.0) 
     With a `cell` (seconds) above 0, labels that are that near to each other count as one: at most twice `cell` is lost
     for each bucket, and fronts stay short whatever the costs.
     """
-    bounds, layers, found = _Bounds.of(cycle, limit), [_nothing(cycle)], {}
+    bounds, layers, found = _CompletionBounds.of(cycle, limit), [_nothing(cycle)], {}
     for count in range(1, min(most, len(cycle)) + 1):
         layers.append(_layer(cycle, bounds, layers[-1], cell=cell))
         if len(layers[-1][-1]):
@@ -78,10 +78,10 @@ def best_per_count(cycle: Cycle, most: int, *, limit: float, cell: float = 0.0) 
 
 
 def candidates(cycle: Cycle) -> list[list[int]]:
-    """Distinct partitions worth a look, the optimum first."""
+    """Distinct good partitions, the optimum first."""
     best = optimal(cycle)
     shortest = period(cycle, best)
-    # Looks only: what is chosen among them is chosen by its exact periods.
+    # The precision only limits what is found: the choice among these is made by their exact periods.
     most, limit, cell = min(_MOST_BUCKETS, 2 * len(best)), shortest * (1 + _WORTH_A_LOOK), shortest * _CELL
     found = [
         best,
@@ -97,7 +97,7 @@ def robust(
 ) -> list[int]:
     """The partition with the best mean period over perturbed scenarios; the same for the same seed.
 
-    As `planning.robust.robust`, with both phases perturbed: ready times and layers' forward times by log-normal
+    As `robust.robust`, with both phases perturbed: ready times and layers' forward times by log-normal
     factors, latency and time per byte by factors that both collectives share, as they share the network.
     """
     found = [c for c in candidates(cycle) if period(cycle, c) <= ceiling]
@@ -112,14 +112,10 @@ def safest(cycle: Cycle) -> list[int]:
 
 
 def _simple(cycle: Cycle) -> list[list[int]]:
-    """Partitions that come cheaply: each phase's own optimum, size thresholds, torch's default, and one bucket."""
+    """Partitions that are cheap to make: each phase's own optimum, size thresholds, torch's default, and one bucket."""
     sized = [rules.by_size(cycle.backward, mib * MIB) for mib in THRESHOLDS_MIB]
-    alone = [_alone(cycle.backward, cycle.scatter), _alone(cycle.forward, cycle.gather)]
+    alone = [exact.optimum(cycle.backward, cycle.scatter), exact.optimum(cycle.forward, cycle.gather)]
     return [*alone, *sized, rules.ddp(cycle.backward), rules.fill(cycle.backward)]
-
-
-def _alone(stream: Stream, cost: Cost) -> list[int]:
-    return exact.optimal_affine(stream, cost) if isinstance(cost, AffineCost) else exact.optimal(stream, cost)
 
 
 def _mean_periods(cycle: Cycle, partitions: list[list[int]], *, scenarios: int, seed: int) -> FloatArray:
@@ -157,8 +153,8 @@ class _Front:
 
 
 @dataclass(frozen=True)
-class _Bounds:
-    """What every completion of a prefix takes at least, and how much may be taken."""
+class _CompletionBounds:
+    """Lower bounds on every completion of a prefix, and the limit that they are held against."""
 
     limit: float
     scatter: tuple[FloatArray, FloatArray]
@@ -167,8 +163,8 @@ class _Bounds:
     update: FloatArray | None
 
     @staticmethod
-    def of(cycle: Cycle, limit: float) -> _Bounds:
-        return _Bounds(
+    def of(cycle: Cycle, limit: float) -> _CompletionBounds:
+        return _CompletionBounds(
             limit=limit * (1 + _ROUNDING),
             scatter=_completion(cycle.backward, cycle.scatter),
             gather=_completion(cycle.forward, cycle.gather),
@@ -176,7 +172,7 @@ class _Bounds:
         )
 
     def least(self, cycle: Cycle, j: int, values: FloatArray) -> FloatArray:
-        """Seconds below which no completion of these labels of prefix j can be."""
+        """Seconds that every completion of these labels of prefix j takes at least."""
         reduced = np.maximum(values[:, 0] + self.scatter[0][j], self.scatter[1][j])
         gathered = np.maximum(values[:, 1] + self.gather[0][j], self.gather[1][j])
         updated = np.maximum(reduced, cycle.backward.backward) + cycle.step
@@ -207,7 +203,7 @@ def _empty(cycle: Cycle) -> _Front:
     return _Front(np.zeros((0, 2 if cycle.update is None else 3)), none, none)
 
 
-def _layer(cycle: Cycle, bounds: _Bounds, before: list[_Front] | None, *, cell: float = 0.0) -> list[_Front]:
+def _layer(cycle: Cycle, bounds: _CompletionBounds, before: list[_Front] | None, *, cell: float = 0.0) -> list[_Front]:
     """Fronts of all prefixes: made of one bucket more than `before`, or of any number of buckets if that is None."""
     n, backward, forward = len(cycle), cycle.backward, cycle.forward
     fronts = [_origin(cycle) if before is None else _empty(cycle)]

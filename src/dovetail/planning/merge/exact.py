@@ -72,6 +72,11 @@ def optimal_affine(stream: Stream, cost: AffineCost, *, overhead: float = 0.0) -
     return _walk(back, n)
 
 
+def optimum(stream: Stream, cost: Cost) -> list[int]:
+    """The partition that finishes first, by the faster of the two algorithms that applies."""
+    return optimal_affine(stream, cost) if isinstance(cost, AffineCost) else optimal(stream, cost)
+
+
 def best_per_count(stream: Stream, cost: Cost, most: int) -> dict[int, list[int]]:
     """For every number of buckets up to `most` that breaks and cap allow: the one that finishes first. O(most·n²)."""
     reached, back = _by_count(stream, cost, min(most, len(stream)))
@@ -93,7 +98,7 @@ def fewest(stream: Stream, cost: Cost, *, tolerance: float = 0.01) -> list[int]:
     Of all partitions with that many buckets it is the one that finishes first. Communication that ends before backward
     costs nothing, so where everything can hide this is the fewest buckets that still hide. O(k·n²) for k buckets.
     """
-    best = optimal_affine(stream, cost) if isinstance(cost, AffineCost) else optimal(stream, cost)
+    best = optimum(stream, cost)
     budget = objective(stream, best, cost) * (1 + tolerance + _ROUNDING)
     most = len(best)  # enough, by construction
     layers = min(most, len(fill(stream)) + 3)
@@ -116,7 +121,7 @@ def lower_bound(stream: Stream, cost: Cost) -> float:
         C_k = the least total time of any allowed partition of the tensors after k     (C_n = 0)
         D_j = min over i < j ≤ k of T(P_k − P_i) + C_k
 
-    both of which forget ready times and hence never exceed what a real partition spends there. This holds for every T,
+    both of which ignore ready times and hence never exceed what a real partition spends there. This holds for every T,
     and max over j of r_j + D_j is the bound. For T = a + b·M without breaks and cap, splitting never saves time and
     bytes only add, so D_j = a + b·(P_n − P_{j−1}). In general one sweep over k from n down to 1 fills both tables in
     O(n²): when k is reached C_k is final, and the minimum over i < j is a running minimum.
@@ -148,7 +153,8 @@ def remaining(stream: Stream, cost: Cost) -> tuple[FloatArray, FloatArray]:
 
 
 def _by_count(stream: Stream, cost: Cost, most: int) -> tuple[FloatArray, IntArray]:
-    """reached[k, j]: the earliest finish of the first j tensors in exactly k buckets (inf: impossible), and whence."""
+    """reached[k, j]: the earliest finish of the first j tensors in exactly k buckets (inf: impossible), and where
+    the last of them starts."""
     n = len(stream)
     reached = np.full((most + 1, n + 1), np.inf)
     reached[0, 0] = -np.inf

@@ -5,7 +5,7 @@
     candidates(profile, network)  plans worth trying on the real system
 
 Each builds the stream of gradients at the local batch, asks a policy for the cuts at the cost of one all-reduce among
-so many workers, and predicts: iteration = forward + max(backward, finish of the last bucket).
+the workers, and predicts: iteration = forward + max(backward, finish of the last bucket).
 
 With `overlap="forward"` a bucket is reduce-scattered behind backward and all-gathered behind the next forward
 (`planning.merge.cycle`), and `optimizer` is what the optimiser takes in between on a rank's shards, in seconds.
@@ -23,8 +23,8 @@ from dovetail.core.plan import MIB, Overlap, Plan, Prediction, from_cuts
 from dovetail.core.profile import Profile
 
 from . import cycle as cycles
-from . import cycle_exact, exact, policies, rules
-from .policies import COMPARED
+from . import cycle_exact, exact, rules
+from .policies import COMPARED, POLICIES
 from .robust import THRESHOLDS_MIB
 from .stream import objective, stream
 
@@ -87,7 +87,7 @@ def candidates(
 
 
 def predict(plan: Plan, profile: Profile, network: Network, *, workers: int | None = None) -> Plan:
-    """The same buckets with what this profile and this network say of them, at the profile's own batch."""
+    """The same buckets, predicted from this profile and this network, at the profile's own batch."""
     if tuple(t.name for t in profile.tensors) != plan.tensors:
         raise Error(f"plan for {plan.profile!r}: expected the tensors of profile {profile.name!r} in its order")
     setting = _setting(profile, network, workers, None, plan.overlap, plan.prediction.optimizer)
@@ -107,7 +107,7 @@ def _setting(
 
 
 class MergeSetting:
-    """One model on one network with so many workers."""
+    """One model on one network with a number of workers."""
 
     overlap: Overlap = "backward"
 
@@ -128,10 +128,10 @@ class MergeSetting:
         return self.of(policy, self.choose(policy))
 
     def choose(self, policy: str) -> list[int]:
-        return policies.parse(policy).choose(self.stream, self.cost)
+        return POLICIES.parse(policy).value(self.stream, self.cost)
 
     def end(self, cuts: list[int]) -> float:
-        """What cuts are judged by: seconds from the start of backward until it and communication are over."""
+        """The objective: seconds from the start of backward until it and communication are over."""
         return objective(self.stream, cuts, self.cost)
 
     def of(self, policy: str, cuts: list[int]) -> Plan:
@@ -162,7 +162,7 @@ class MergeSetting:
         return max(self.stream.backward, exact.lower_bound(self.stream, self.cost))
 
     def promising(self) -> Iterator[tuple[str, list[int]]]:
-        """(policy, cuts) by promise, made one after the other as somebody asks."""
+        """Yields (policy, cuts), torch's default first, then the most promising; each is made when it is asked for."""
         yield "ddp", rules.ddp(self.stream)
         yield "auto", self.choose("auto")
         yield "fewest", self.choose("fewest")
@@ -178,7 +178,7 @@ class MergeSetting:
 
 
 class OverlapSetting(MergeSetting):
-    """The same where communication hides behind forward too. Rules that know one phase only cut by that one."""
+    """The same where communication hides behind forward too. Rules for one phase cut by backward alone."""
 
     overlap = "forward"
 
@@ -198,13 +198,13 @@ class OverlapSetting(MergeSetting):
         )
 
     def choose(self, policy: str) -> list[int]:
-        joint = {
+        of_both_phases = {
             "auto": cycle_exact.safest,
             "robust": cycle_exact.robust,
             "fewest": cycle_exact.fewest,
             "optimal": cycle_exact.optimal,
         }
-        return joint[policy](self.cycle) if policy in joint else super().choose(policy)
+        return of_both_phases[policy](self.cycle) if policy in of_both_phases else super().choose(policy)
 
     def end(self, cuts: list[int]) -> float:
         return cycles.period(self.cycle, cuts)

@@ -1,7 +1,7 @@
 """A partition that stays good when the measurements were a little off.
 
 The optimum is flat but fragile: it cuts as finely as the measured latency and ready times just permit, and suffers when
-latency is twice that. So the choice is made among many good partitions by how they fare in perturbed worlds.
+latency is twice that. So the choice is made among many good partitions by their mean over perturbed scenarios.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dovetail.core.network import AffineCost, Cost, FloatArray
+from dovetail.core.network import Cost, FloatArray
 from dovetail.core.plan import MIB
 
-from .exact import best_per_count, fewest, optimal, optimal_affine
+from .exact import best_per_count, fewest, optimum
 from .rules import accumulate_while_busy, by_size, ddp
 from .stream import IntArray, Stream, bucket_bytes, latency, objective
 
 Slower = Callable[[Cost, IntArray], FloatArray]
-"""Seconds of collectives of so many bytes in every scenario (scenarios × buckets)."""
+"""(cost, bytes of each bucket) → seconds of their collectives in every scenario (scenarios × buckets)."""
 
 THRESHOLDS_MIB = (1, 2, 5, 10, 25, 50, 100)
 _MOST_BUCKETS = 24
-"""Partitions of up to so many buckets are examined for every count; finer ones come from the other rules."""
+"""The best partition is examined for every count of buckets up to this; finer ones come from the other rules."""
 
 
 def robust(
@@ -37,10 +37,10 @@ def robust(
     """The partition with the best mean over perturbed scenarios; the same for the same seed.
 
     Candidates are the optimum, the fewest buckets within 1 % of it, the best for every bucket count, what accumulates
-    while the channel is busy, size thresholds and torch's default; of those, the ones that end by `ceiling` in the
-    unperturbed world (seconds from the start of backward; there must be one). Each scenario stretches every gap
+    while the channel is busy, size thresholds and torch's default; of those, the ones that end by `ceiling` without
+    any perturbation (seconds from the start of backward; there must be one). Each scenario stretches every gap
     between two ready times by a log-normal factor (sigma 0.3), the latency by 0.5–2 and the time per byte by 0.7–1.4.
-    A common stretch of all ready times would say nothing new: it equals a stretch of both costs. Among candidates
+    A common stretch of all ready times would add nothing: it equals a stretch of both costs. Among candidates
     whose mean is within `tolerance` of the best, the one with the fewest buckets wins, because every bucket costs a
     little that no measurement of single collectives sees.
     """
@@ -53,7 +53,7 @@ def robust(
 def candidates(stream: Stream, cost: Cost) -> list[list[int]]:
     """Distinct partitions worth a look, the optimum first."""
     found = [
-        optimal_affine(stream, cost) if isinstance(cost, AffineCost) else optimal(stream, cost),
+        optimum(stream, cost),
         fewest(stream, cost),
         *best_per_count(stream, cost, _MOST_BUCKETS).values(),
         accumulate_while_busy(stream, cost),
@@ -79,7 +79,7 @@ def _mean_objectives(
 
 
 def perturbed(stream: Stream, scenarios: int, random: np.random.Generator) -> tuple[FloatArray, FloatArray, Slower]:
-    """Ready times (scenarios × tensors) and ends of backward in perturbed worlds, and what collectives take there."""
+    """Perturbed ready times (scenarios × tensors), ends of backward, and what collectives take in each scenario."""
     gaps = np.diff(stream.ready_array, prepend=0.0) * random.lognormal(0.0, 0.3, (scenarios, len(stream)))
     ready = np.cumsum(gaps, axis=1)
     backward = ready[:, -1] + max(0.0, stream.backward - stream.ready[-1])

@@ -1,4 +1,4 @@
-"""Gradients in the order in which backward makes them ready, and what a way of cutting that order costs.
+"""Gradients in the order in which backward makes them ready, and what cutting them into buckets costs.
 
 A partition is the list of the end indices of its buckets: ``[2, 5]`` are the tensors 0–1 and 2–4. Buckets go over one
 channel, first in first out: a bucket starts once the bucket before it has finished and its own last gradient is ready.
@@ -30,7 +30,7 @@ class Stream:
     ready: tuple[float, ...]
     """Seconds from the start of backward, non-decreasing."""
     sizes: tuple[int, ...]
-    """Bytes."""
+    """Bytes of each gradient."""
     breaks: frozenset[int] = frozenset()
     """A bucket must end before each of these tensors: the dtype or the device changes there."""
     cap: int | None = None
@@ -118,7 +118,7 @@ def finish(stream: Stream, cuts: list[int], cost: Cost, *, overhead: float = 0.0
 
 
 def objective(stream: Stream, cuts: list[int], cost: Cost) -> float:
-    """When backward and communication are both over: what an iteration waits for."""
+    """Seconds from the start of backward until backward and communication are both over."""
     return max(stream.backward, finish(stream, cuts, cost))
 
 
@@ -128,7 +128,7 @@ def rows(stream: Stream, cost: Cost, *, overhead: float = 0.0) -> Iterator[tuple
     for first in range(1, len(stream) + 1, _BLOCK):
         stop = min(first + _BLOCK, len(stream) + 1)
         left = int(lows[first])
-        # Above the diagonal stands no bucket; zero bytes keep the cost function within its domain there.
+        # Above the diagonal there is no bucket; zero bytes keep the cost function within its domain there.
         nbytes = np.maximum(prefix[first:stop, None] - prefix[None, left : stop - 1], 0)
         table = cost(nbytes) + overhead
         for j in range(first, stop):

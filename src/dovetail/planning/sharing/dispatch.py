@@ -1,7 +1,7 @@
 """Dispatch: which ready task an idle device takes. Called at every task end and every release; O(residents).
 
-What a guard needs to know, how long tasks will take, is learnt: a job's profile says what a task of each depth should
-take, and every task that ends corrects that by an exponentially weighted mean, one for each job and depth.
+A guard needs to know how long tasks will take. The prediction begins with the job's profile and follows the measured
+durations by an exponentially weighted mean, one for each job and depth.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Literal, TypeVar
 
 from dovetail.core.job import Shape
 
-from .priority import Rank
+from .priority import Precedence
 
 R = TypeVar("R", bound="Resident")
 SMOOTHING = 0.2
-"""Weight of the newest task in a prediction: a lasting change is believed after about ten tasks, and single tasks that
-vary by 4 % leave an error of 1.3 % (√(0.2 / 1.8) of it)."""
+"""Weight of the newest task in a prediction: a lasting change is followed within ten tasks or so, and tasks that vary
+by 4 % leave an error of 1.3 % (√(0.2 / 1.8) of it)."""
 
 
 class Resident:
@@ -35,28 +35,28 @@ class Resident:
         "learnt",
         "left",
         "next_release",
-        "rank",
+        "precedence",
         "ready",
         "shape",
         "stage",
     )
 
-    def __init__(self, key: int, shape: Shape, devices: Sequence[int], rank: Rank) -> None:
-        self.key, self.rank, self.background = key, rank, rank[0]
+    def __init__(self, key: int, shape: Shape, devices: Sequence[int], precedence: Precedence) -> None:
+        self.key, self.precedence, self.background = key, precedence, precedence[0]
         self.place(shape, devices)
-        self.eta = 0.0  # when the running tasks of this stage are predicted to have ended
-        self.next_release = 0.0  # of the next iteration, while the job is off its devices
+        self.eta = 0.0  # when the running tasks of this stage are predicted to end
+        self.next_release = 0.0  # when the next iteration starts, while the job is off its devices
         self.left = 0
-        self.learnt: dict[float, float] = {}  # seconds of a task by its profile: seconds that it is predicted to take
+        self.learnt: dict[float, float] = {}  # profiled seconds of a task → predicted seconds
 
     def place(self, shape: Shape, devices: Sequence[int]) -> None:
-        """Between iterations: another shape, other devices."""
+        """Sets the shape and the devices; called between iterations."""
         self.shape, self.devices, self.stage = shape, tuple(devices), 0
-        self.ready: list[int] = []  # workers whose tasks nobody has taken, by ascending duration
+        self.ready: list[int] = []  # workers whose tasks no device has taken, by ascending duration
         self.at = {d: i for i, d in enumerate(self.devices)} if shape.pinned else {}
 
     def release(self) -> None:
-        """An iteration may start."""
+        """Starts an iteration: the tasks of its first stage are ready."""
         self.stage, self.next_release = 0, 0.0
         self._open()
 
@@ -66,7 +66,7 @@ class Resident:
         self.eta = 0.0
 
     def offers(self, device: int) -> float:
-        """Seconds of the task that the device would get, 0.0 if there is none: the longest ready one first."""
+        """Profiled seconds of the task that the device would get, the longest ready one; 0.0 if there is none."""
         if not self.ready:
             return 0.0
         tasks = self.shape.tasks[self.stage]
@@ -76,7 +76,7 @@ class Resident:
         return tasks[worker] if worker in self.ready else 0.0
 
     def take(self, device: int) -> int:
-        """The worker whose task the device starts now."""
+        """Hands a task to the device; returns its worker."""
         if not self.at:
             return self.ready.pop()
         worker = self.at[device]
@@ -84,7 +84,7 @@ class Resident:
         return worker
 
     def ended(self) -> bool:
-        """One task has ended. True if that was the iteration's last; a further stage is made ready at once."""
+        """Counts a task that has ended; the next stage is ready at once. True if it was the iteration's last task."""
         self.left -= 1
         if self.left:
             return False
@@ -95,16 +95,16 @@ class Resident:
         return False
 
     def observe(self, profiled: float, seconds: float) -> None:
-        """A task that should have taken `profiled` seconds, which stand for its depth, took `seconds`."""
+        """Learns from a task that took `seconds`; `profiled`, its seconds by the profile, stands for its depth."""
         before = self.learnt.get(profiled, profiled)
         self.learnt[profiled] = before + SMOOTHING * (seconds - before)
 
     def predicted(self, profiled: float) -> float:
-        """Seconds that a task will take which should take `profiled`."""
+        """Predicted seconds of a task that takes `profiled` seconds by its profile."""
         return self.learnt.get(profiled, profiled)
 
     def wanted(self, device: int) -> float:
-        """When this job is predicted to want the device again; burst stages that leave it idle are its gaps."""
+        """When this job is predicted to want the device again; a burst job leaves gaps between its stages there."""
         if self.left:
             if self.offers(device):
                 return 0.0
@@ -125,15 +125,15 @@ class Resident:
             at, stage = at + max(map(self.predicted, tasks[stage])), stage + 1
 
     def spares(self, device: int, now: float, seconds: float) -> bool:
-        """Whether a task of lower rank that is predicted to take `seconds` would have ended before this job's turn."""
+        """Whether a task of a later job that is predicted to take `seconds` would have ended before this job's turn."""
         return now + seconds - 1e-9 <= self.wanted(device)
 
 
 def pick(residents: Sequence[R], device: int, now: float, guard: Literal["off", "background", "all"]) -> R | None:
-    """The resident whose task an idle device starts now, or None. `residents` stand in order of rank.
+    """The resident whose task an idle device starts now, or None. `residents` stand in order of precedence.
 
     The first with a ready task wins. A guarded task is passed over if it is predicted to end after a job of better
-    rank wants the device again; the next in rank may be short enough.
+    precedence wants the device again; the next in the order may be short enough.
     """
     for i, r in enumerate(residents):
         if not r.ready or (r.at and not r.offers(device)):

@@ -1,11 +1,11 @@
 """Admission: which devices a job may share, and why it has to wait.
 
-A device's load is the sum of its residents' duties, a job's duty being the share of a device that it would use if it
-had it to itself. A job is admitted where load + duty stays under the cap (1.0: in the mean nobody is slowed; 1.6–2.5:
-throughput); the duty of background jobs, which give way, counts only against other background jobs. And the memory
-rule must hold: one task runs at a time and its activations are gone at its end, so a device must hold every resident's
-persistent bytes and the largest ephemeral demand among them. Both are checked and booked in one step, for all devices
-of the job or for none. A gang scheduler is the special case of one resident per device.
+A job's duty is the share of a device that it would use if it had the device to itself; a device's load is the sum of
+its residents' duties. A job is admitted where load + duty stays under the cap (1.0: on average no job is slowed; 1.6 to
+2.5: more throughput); the duty of background jobs, which give way, counts only against other background jobs. The
+memory rule must hold as well: one task runs at a time and its activations are freed at its end, so a device must hold
+every resident's persistent bytes and the largest ephemeral demand among them. Both are checked for all devices of the
+job together, which gets all of them or none. A gang scheduler is the special case of one resident per device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EPSILON = 1e-9
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Devices, how many of them share a node, and what each can hold."""
+class ClusterSize:
+    """A cluster: its devices, how many of them share a node, and the bytes of each."""
 
     devices: int
     node: int = 8
@@ -43,17 +43,17 @@ class Rules:
     """How devices may be shared."""
 
     duty_cap: float = 2.5
-    """Lets three jobs share a device whose ladders use it for 0.83 of the time: two leave it idle when both are at
-    their barriers. Full-depth jobs, which use it always, stay two."""
+    """Most load of a device. 2.5 lets three ladder jobs share one, each of which would use it for 0.83 of the time: two
+    would leave it idle while both are at their barriers. Of full-depth jobs, which use it always, it lets in two."""
     max_residents: int = 4
     locality: Literal["node", "any"] = "node"
     """node: a job that fits a node stays in one; any: wherever there is room."""
     guard: Literal["off", "background", "all"] = "background"
-    """Whose tasks start only if predicted to end before a job of higher priority wants the device again."""
+    """Which jobs' tasks start only if predicted to end before a job of higher priority wants the device again."""
 
 
-class Holding:
-    """One job's place: its devices and what it books on each."""
+class Residency:
+    """One admitted job: its devices and the duty that it adds to the load of each."""
 
     __slots__ = ("background", "devices", "duty", "shape")
 
@@ -63,51 +63,51 @@ class Holding:
 
 
 class Devices:
-    """What every device holds. Arrays are padded to whole nodes; devices that do not exist are never free."""
+    """The residents of every device. Arrays are padded to whole nodes; devices that do not exist are never free."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterSize) -> None:
         self.cluster = cluster
         self.nodes = math.ceil(cluster.devices / cluster.node)
         size = self.nodes * cluster.node
         self.exists: Mask = np.arange(size) < cluster.devices
         self.load = np.where(self.exists, 0.0, np.inf)
-        self.firm = np.zeros(size)  # the load without background jobs
+        self.foreground = np.zeros(size)  # the load without background jobs
         self.persistent = np.zeros(size, dtype=np.int64)
         self.ephemeral = np.zeros(size, dtype=np.int64)
         self.count = np.zeros(size, dtype=np.int64)
         self.residents: list[list[int]] = [[] for _ in range(size)]
-        self.holdings: dict[int, Holding] = {}
+        self.residencies: dict[int, Residency] = {}
 
     def add(self, key: int, shape: Shape, devices: Iterable[int], *, background: bool = False) -> None:
-        """Books a placement that `admit` found."""
-        holding = self.holdings[key] = Holding(shape, list(devices), background)
-        for d in holding.devices:
-            self._book(d, key, holding)
+        """Adds a job to the devices that `admit` found for it."""
+        residency = self.residencies[key] = Residency(shape, list(devices), background)
+        for d in residency.devices:
+            self._add(d, key, residency)
 
     def remove(self, key: int) -> list[int]:
-        """Frees everything the job held; says which devices those were."""
-        holding = self.holdings.pop(key)
-        for d in holding.devices:
-            self._free(d, key, holding)
-        return holding.devices
+        """Removes a job from its devices and returns these."""
+        residency = self.residencies.pop(key)
+        for d in residency.devices:
+            self._remove(d, key, residency)
+        return residency.devices
 
     def replace(self, key: int, shape: Shape, devices: Iterable[int]) -> None:
-        """The job in another shape or on other devices."""
-        background = self.holdings[key].background
+        """Changes a job's shape or its devices."""
+        background = self.residencies[key].background
         self.remove(key)
         self.add(key, shape, devices, background=background)
 
     def reserve(self, key: int, device: int) -> None:
-        """Books one more device for a job that will get it at its next iteration boundary."""
-        holding = self.holdings[key]
-        holding.devices.append(device)
-        self._book(device, key, holding)
+        """Adds a job to one more device, which it will use from its next iteration boundary on."""
+        residency = self.residencies[key]
+        residency.devices.append(device)
+        self._add(device, key, residency)
 
-    def _book(self, d: int, key: int, holding: Holding) -> None:
-        shape = holding.shape
-        self.load[d] += holding.duty
-        if not holding.background:
-            self.firm[d] += holding.duty
+    def _add(self, d: int, key: int, residency: Residency) -> None:
+        shape = residency.shape
+        self.load[d] += residency.duty
+        if not residency.background:
+            self.foreground[d] += residency.duty
         self.persistent[d] += shape.persistent_bytes
         if shape.ephemeral_bytes > self.ephemeral[d]:
             self.ephemeral[d] = shape.ephemeral_bytes
@@ -115,27 +115,27 @@ class Devices:
         self.residents[d].append(key)
         assert self.persistent[d] + self.ephemeral[d] <= self.cluster.device_bytes, f"memory of device {d} exceeded"
 
-    def _free(self, d: int, key: int, holding: Holding) -> None:
+    def _remove(self, d: int, key: int, residency: Residency) -> None:
         self.residents[d].remove(key)
         self.count[d] -= 1
-        self.persistent[d] -= holding.shape.persistent_bytes
+        self.persistent[d] -= residency.shape.persistent_bytes
         if self.residents[d]:
-            self.load[d] -= holding.duty
-            if not holding.background:
-                self.firm[d] -= holding.duty
-            self.ephemeral[d] = max(self.holdings[k].shape.ephemeral_bytes for k in self.residents[d])
+            self.load[d] -= residency.duty
+            if not residency.background:
+                self.foreground[d] -= residency.duty
+            self.ephemeral[d] = max(self.residencies[k].shape.ephemeral_bytes for k in self.residents[d])
         else:
-            self.load[d], self.firm[d], self.ephemeral[d] = 0.0, 0.0, 0  # exactly: no rounding is carried on
+            self.load[d], self.foreground[d], self.ephemeral[d] = 0.0, 0.0, 0  # exactly: rounding errors do not add up
 
 
 def open_devices(devices: Devices, shape: Shape, rules: Rules, *, background: bool = False) -> Mask:
-    """Where one more resident of this shape may go: the duty cap, the memory rule, the number of residents."""
+    """The devices that may take one more resident of this shape, by duty cap, memory rule and number of residents."""
     fits = devices.persistent + np.maximum(devices.ephemeral, shape.ephemeral_bytes)
     mask: Mask = fits + shape.persistent_bytes <= devices.cluster.device_bytes
     mask &= devices.count < rules.max_residents
     if rules.max_residents > 1:
         # An empty device takes any job, however small the cap.
-        load = devices.load if background else devices.firm
+        load = devices.load if background else devices.foreground
         mask &= (load + shape.duty <= rules.duty_cap + EPSILON) | (devices.count == 0)
     mask &= devices.exists
     return mask
@@ -146,8 +146,8 @@ def admit(
 ) -> list[int] | None:
     """The devices to give to a job, least loaded first, or None if it has to wait. Changes nothing.
 
-    Within a node if the job fits one (locality); among nodes that would carry it equally well, the fullest, so that
-    whole nodes stay whole for wide jobs.
+    With locality "node", a job that fits a node stays in one: the node where its devices would be loaded least, and of
+    equal ones the fullest, so that empty nodes stay free for wide jobs.
     """
     width = shape.width
     mask = open_devices(devices, shape, rules, background=background)
@@ -176,7 +176,9 @@ def admit(
     return [int(i) for i in order]
 
 
-def why(devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = None, background: bool = False) -> str:
+def waiting_reason(
+    devices: Devices, shape: Shape, rules: Rules, *, allowed: Mask | None = None, background: bool = False
+) -> str:
     """One sentence that says what a waiting job lacks; empty if it could be admitted now."""
     if admit(devices, shape, rules, allowed=allowed, background=background) is not None:
         return ""

@@ -1,11 +1,14 @@
-"""The policies by name: iteration-level sharing, and the schedulers it competes with."""
+"""Scheduling policies by name: iteration-level sharing, and the schedulers it competes with.
+
+To add one: `register(SchedulingPolicy(name, …), one line for --help)`, at the end of the list below.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dovetail.core.errors import Error
+from dovetail.planning.registry import Registry
 
 from .pack import Rules
 from .priority import Order
@@ -15,17 +18,16 @@ EXCLUSIVE = Rules(duty_cap=float("inf"), max_residents=1, locality="any", guard=
 
 
 @dataclass(frozen=True)
-class Policy:
+class SchedulingPolicy:
     """A scheduler: an order, rules for sharing devices, and what it may do to jobs that run."""
 
     name: str
-    what: str
     order: Order = "fifo"
     rules: Rules = EXCLUSIVE
     backfill: Literal["none", "any", "easy"] = "any"
     """Who may pass a job that does not fit: nobody, whoever fits, or (gangs) whoever is predicted not to delay it."""
     preempt: bool = False
-    """Whether a running job may lose its devices at an iteration boundary to one of better rank."""
+    """Whether a running job may lose its devices at an iteration boundary to a job that comes before it."""
     quantum: float = 0.0
     """Seconds after which a preemptive policy looks again although no job came or went; 0 for never."""
     thresholds: tuple[float, ...] = ()
@@ -42,35 +44,56 @@ class Policy:
         return self.rules.max_residents > 1
 
 
-POLICIES: dict[str, Policy] = {
-    p.name: p
-    for p in (
-        Policy("jigsaw", "tasks of many jobs share devices, iteration by iteration", rules=Rules(), repack=True),
-        Policy("jigsaw-srpt", "the same, least remaining work first", order="srpt", rules=Rules(), repack=True),
-        Policy("jigsaw-las", "the same, least attained service first (fair)", order="las", rules=Rules(), repack=True),
-        Policy("jigsaw-cp", "the same, longest critical path first", order="cp", rules=Rules(), repack=True),
-        Policy("jigsaw-slo", "the same, duty cap 1.0 and every filler guarded: older jobs are hardly slowed",
-               rules=Rules(duty_cap=1.0, guard="all"), repack=True),
-        Policy("gang-fifo", "exclusive devices, strictly first come first served", backfill="none"),
-        Policy("gang-fifo-backfill", "exclusive devices, first come first served, whoever fits may pass"),
-        Policy("gang-easy-backfill", "the same, but nobody may delay the first in the queue (EASY)", backfill="easy"),
-        Policy("gang-srsf", "exclusive devices, least remaining service first, preemptive", order="srsf",
-               preempt=True),
-        Policy("tiresias-las", "exclusive devices, attained service in classes, preemptive", order="queues",
-               preempt=True, quantum=60.0),
-        Policy("gandiva-timeslice", "exclusive devices in turns of a minute", order="turns",
-               preempt=True, quantum=60.0, suspend=True),
-        Policy("static-partition", "devices divided among tenants by their work, gang-fifo-backfill in each part",
-               partition=True),
-    )
-}  # fmt: skip
+POLICIES: Registry[SchedulingPolicy] = Registry("policy")
 
 
-def policy(name: str, *, duty_cap: float | None = None, max_residents: int | None = None) -> Policy:
+def register(policy: SchedulingPolicy, description: str) -> None:
+    """Adds a scheduler; `description` is its line in `--help`."""
+    POLICIES.add(policy.name, description, policy)
+
+
+register(
+    SchedulingPolicy("jigsaw", rules=Rules(), repack=True), "tasks of many jobs share devices, iteration by iteration"
+)
+register(
+    SchedulingPolicy("jigsaw-srpt", order="srpt", rules=Rules(), repack=True), "the same, least remaining work first"
+)
+register(
+    SchedulingPolicy("jigsaw-las", order="las", rules=Rules(), repack=True),
+    "the same, least attained service first (fair)",
+)
+register(SchedulingPolicy("jigsaw-cp", order="cp", rules=Rules(), repack=True), "the same, longest critical path first")
+register(
+    SchedulingPolicy("jigsaw-slo", rules=Rules(duty_cap=1.0, guard="all"), repack=True),
+    "the same, duty cap 1.0 and every background task guarded: older jobs are hardly slowed",
+)
+register(SchedulingPolicy("gang-fifo", backfill="none"), "exclusive devices, strictly first come first served")
+register(SchedulingPolicy("gang-fifo-backfill"), "exclusive devices, first come first served, whoever fits may pass")
+register(
+    SchedulingPolicy("gang-easy-backfill", backfill="easy"),
+    "the same, but nobody may delay the first in the queue (EASY)",
+)
+register(
+    SchedulingPolicy("gang-srsf", order="srsf", preempt=True),
+    "exclusive devices, least remaining service first, preemptive",
+)
+register(
+    SchedulingPolicy("tiresias-las", order="queues", preempt=True, quantum=60.0),
+    "exclusive devices, attained service in classes, preemptive",
+)
+register(
+    SchedulingPolicy("gandiva-timeslice", order="turns", preempt=True, quantum=60.0, suspend=True),
+    "exclusive devices in turns of a minute",
+)
+register(
+    SchedulingPolicy("static-partition", partition=True),
+    "devices divided among tenants by their work, gang-fifo-backfill in each part",
+)
+
+
+def policy(name: str, *, duty_cap: float | None = None, max_residents: int | None = None) -> SchedulingPolicy:
     """A policy by name, with other limits where sharing is allowed."""
-    if name not in POLICIES:
-        raise Error(f"policy {name!r}: expected one of {', '.join(POLICIES)}")
-    found = POLICIES[name]
+    found = POLICIES.parse(name).value
     if not found.shares:
         return found
     rules = found.rules

@@ -9,7 +9,7 @@ from typing import Literal
 from dovetail.core.job import Shape
 
 Order = Literal["fifo", "srpt", "srsf", "las", "cp", "queues", "turns"]
-Rank = tuple[bool, float, float, int]
+Precedence = tuple[bool, float, float, int]
 """Smaller goes first: background last, then the order's own figure, then arrival."""
 
 
@@ -28,8 +28,8 @@ class Standing:
         self.shape = shape
 
 
-def rank(order: Order, s: Standing, *, thresholds: tuple[float, ...] = (), now: float = 0.0) -> Rank:
-    """The job's place under an order.
+def precedence(order: Order, s: Standing, *, thresholds: tuple[float, ...] = (), now: float = 0.0) -> Precedence:
+    """The sort key of a job under an order: the smaller, the earlier.
 
     fifo: older first, so that newer jobs only fill gaps. srpt: least remaining device-seconds in tasks; srsf: the same
     in device-seconds that a gang holds, its time off the devices included. las: least attained device-seconds, which
@@ -66,10 +66,10 @@ def classes(service: Iterable[float]) -> tuple[float, float]:
     return ordered[last // 2], ordered[last * 9 // 10]
 
 
-def chosen(ranked: list[tuple[int, int]], devices: int) -> set[int]:
-    """Gangs that should hold devices now: the best-ranked ones that fit side by side. `ranked` has (job, width)."""
+def chosen(ordered: list[tuple[int, int]], devices: int) -> set[int]:
+    """Gangs that should hold devices now: the first in the order that fit side by side. `ordered` has (job, width)."""
     take: set[int] = set()
-    for key, width in ranked:
+    for key, width in ordered:
         if width <= devices:
             take.add(key)
             devices -= width

@@ -12,10 +12,10 @@ from .pack import Devices, Rules, admit, open_devices
 
 
 def crowded(devices: Devices, *, gain: float = 0.25) -> list[int]:
-    """Jobs that might be better off elsewhere, the most crowded first.
+    """Jobs that might run faster on other devices, the most crowded first.
 
-    A job's crowd is the mean load that others put on its devices; a job of k devices is looked at only if the k
-    emptiest devices would be better by `gain`.
+    A job's crowd is the mean load that other jobs put on its devices; a job of k devices is listed only if the k
+    emptiest devices have a mean load that is smaller by `gain` or more.
     """
     shared = np.flatnonzero(devices.count > 1)
     if not len(shared):
@@ -26,42 +26,42 @@ def crowded(devices: Devices, *, gain: float = 0.25) -> list[int]:
     crowds = []
     for key in keys:
         crowd = _crowd(devices, key)
-        if crowd >= least[len(devices.holdings[key].devices) - 1] + gain:
+        if crowd >= least[len(devices.residencies[key].devices) - 1] + gain:
             crowds.append((crowd, key))
     return [key for _, key in sorted(crowds, reverse=True)]
 
 
 def _crowd(devices: Devices, key: int) -> float:
-    holding = devices.holdings[key]
-    loads: list[float] = devices.load[holding.devices].tolist()
-    return sum(loads) / len(loads) - holding.duty
+    residency = devices.residencies[key]
+    loads: list[float] = devices.load[residency.devices].tolist()
+    return sum(loads) / len(loads) - residency.duty
 
 
 def relocate(devices: Devices, key: int, rules: Rules, *, gain: float = 0.25) -> list[int] | None:
-    """Better devices for a resident, or None: those that would admit it now, if others load them less by `gain`.
+    """Better devices for a resident, or None: those that would admit it now, if other jobs load them less by `gain`.
 
-    Tried on the books and undone: changes nothing. Burst stages stay where their parameters are.
+    Tries the move on `devices` and undoes it. Burst jobs do not move: a stage stays where its parameters are.
     """
-    holding = devices.holdings[key]
-    if holding.shape.pinned:
+    residency = devices.residencies[key]
+    if residency.shape.pinned:
         return None
-    before, mine = _crowd(devices, key), list(holding.devices)
+    before, mine = _crowd(devices, key), list(residency.devices)
     devices.remove(key)
-    found = admit(devices, holding.shape, rules, background=holding.background)
+    found = admit(devices, residency.shape, rules, background=residency.background)
     after = float(devices.load[found].mean()) if found is not None else np.inf
-    devices.add(key, holding.shape, mine, background=holding.background)
+    devices.add(key, residency.shape, mine, background=residency.background)
     if found is None or after > before - gain:
         return None
-    # Devices that it keeps stay in their places.
+    # Workers whose devices stay keep them, in their order.
     kept = [d for d in mine if d in found]
     return kept + [d for d in found if d not in kept]
 
 
 def widen(devices: Devices, key: int, shape: Shape, rules: Rules) -> int | None:
     """A device for one more worker of an elastic job, or None. `shape` is the job's with that worker."""
-    holding = devices.holdings[key]
-    mine = holding.devices
-    mask = open_devices(devices, shape, rules, background=holding.background)
+    residency = devices.residencies[key]
+    mine = residency.devices
+    mask = open_devices(devices, shape, rules, background=residency.background)
     mask[mine] = False
     node = devices.cluster.node
     if rules.locality == "node" and len(mine) < node:
@@ -83,11 +83,11 @@ def narrow(
 ) -> tuple[int, int] | None:
     """The elastic job that should give up workers so that a waiting job can start, and how many; or None.
 
-    `elastic` lists each job with its shapes when it gives 1, 2, … workers, the first to be asked first. Tried on the
-    books and undone: changes nothing.
+    `elastic` lists each job with its shapes when it gives up 1, 2, … workers; the first job is asked first. Tries each
+    on `devices` and undoes it.
     """
     for key, shapes in elastic:
-        shape, mine = devices.holdings[key].shape, list(devices.holdings[key].devices)
+        shape, mine = devices.residencies[key].shape, list(devices.residencies[key].devices)
         for count, narrower in enumerate(shapes, 1):
             devices.replace(key, narrower, mine[:-count])
             fits = admit(devices, wanting, rules, background=background) is not None

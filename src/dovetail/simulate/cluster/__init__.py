@@ -1,9 +1,23 @@
-"""A whole cluster without hardware: jobs of a trace under a policy, at the task level and at the fluid level."""
+"""A whole cluster without hardware: jobs of a trace under a policy, at the task level and at the fluid level.
 
-from .bounds import Bounds, bounds
-from .capacity import Capacity, capacity
-from .report import Report, report
-from .run import Outcome, simulate
-from .tasks import EXACT, Costs
+May import `core` and `planning`; called by `dovetail schedule` and by `cluster.replay`.
+Begin with `run.py`, then `control.py` (a job's life), `tasks.py` (every task an event) and `fluid.py` (jobs at rates).
+"""
 
-__all__ = ["EXACT", "Bounds", "Capacity", "Costs", "Outcome", "Report", "bounds", "capacity", "report", "simulate"]
+from .report import ClusterReport, LowerBounds, lower_bounds, report
+from .run import ClusterOutcome, simulate
+from .study import Capacity, capacity
+from .tasks import EXACT, Overheads
+
+__all__ = [
+    "EXACT",
+    "Capacity",
+    "ClusterOutcome",
+    "ClusterReport",
+    "LowerBounds",
+    "Overheads",
+    "capacity",
+    "lower_bounds",
+    "report",
+    "simulate",
+]

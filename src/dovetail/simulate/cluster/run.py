@@ -1,4 +1,4 @@
-"""A list of jobs, a cluster and a policy: what would happen."""
+"""Simulates a list of jobs on a cluster under a policy."""
 
 from __future__ import annotations
 
@@ -11,40 +11,42 @@ import numpy.typing as npt
 
 from dovetail.core.errors import Error
 from dovetail.core.job import Job, Lease, Schedule, TaskRun
-from dovetail.planning.sharing.pack import Cluster
-from dovetail.planning.sharing.policies import Policy
+from dovetail.planning.sharing.pack import ClusterSize
+from dovetail.planning.sharing.policies import SchedulingPolicy
 from dovetail.planning.sharing.priority import classes
 
 from .control import Controller, Engine
 from .fluid import FluidEngine
-from .tasks import Costs, TaskEngine
+from .tasks import Overheads, TaskEngine
 
 Level = Literal["auto", "task", "fluid"]
 FloatArray = npt.NDArray[np.float64]
 MANY_TASKS = 300_000
-"""Above so many tasks `auto` takes the fluid level: about a second of work at the task level."""
+"""Above so many tasks `auto` chooses the fluid level; the task level takes about a second for them."""
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a simulation says of every job, in the order of `jobs`."""
+class ClusterOutcome:
+    """The result of a simulation: times of every job, in the order of `jobs`. Times in seconds."""
 
-    policy: Policy
-    cluster: Cluster
+    policy: SchedulingPolicy
+    cluster: ClusterSize
     level: Literal["task", "fluid"]
     jobs: tuple[Job, ...]
     start: FloatArray
-    """When each first got devices, in seconds."""
+    """When each job first got devices."""
     finish: FloatArray
     restarts: npt.NDArray[np.int64]
     busy: float
-    """Device-seconds in tasks."""
+    """Device-seconds that tasks took."""
     window: tuple[float, float]
-    """The steady-state window, and the device-seconds in tasks within it."""
+    """The steady-state window."""
     window_busy: float
+    """Device-seconds that tasks took within the window."""
     drained: tuple[float, float]
     """When the queue emptied for good, and the work done by then, in device-seconds of gangs at full depth."""
     leases: tuple[tuple[int, tuple[int, ...], float, float], ...]
+    """(job, its devices, start, stop) of every lease."""
     tasks: tuple[TaskRun, ...]
 
     @property
@@ -64,15 +66,15 @@ class Outcome:
 
 def simulate(
     jobs: Sequence[Job],
-    cluster: Cluster,
-    policy: Policy,
+    cluster: ClusterSize,
+    policy: SchedulingPolicy,
     *,
     level: Level = "auto",
-    costs: Costs = Costs(),
+    overheads: Overheads = Overheads(),
     record: bool = False,
     window: tuple[float, float] = (0.0, 1.0),
-) -> Outcome:
-    """Plays the jobs and says when each started and finished.
+) -> ClusterOutcome:
+    """Simulates the jobs: when each starts and finishes, and what devices do meanwhile.
 
     Jobs are taken in order of arrival. At the task level every task is an event; at the fluid level jobs run at
     constant rates between changes. `window` is the part of the span of arrivals that counts as steady state.
@@ -97,21 +99,21 @@ def simulate(
     if policy.order == "queues" and not policy.thresholds:
         policy = replace(policy, thresholds=classes(job.gang_work for job in jobs))
     kind = TaskEngine if level == "task" else FluidEngine
-    engine: Engine = kind(cluster.devices, policy, costs, window=span)
+    engine: Engine = kind(cluster.devices, policy, overheads, window=span)
     if record and isinstance(engine, TaskEngine):
         engine.record, engine.names = [], [j.name for j in jobs]
-    control = Controller(jobs, cluster, policy, costs, engine)
+    control = Controller(jobs, cluster, policy, overheads, engine)
     control.run()
     assert control.drained is not None
-    finish = np.array([t.finish for t in control.tickets])
-    return Outcome(
+    finish = np.array([t.finish for t in control.progress])
+    return ClusterOutcome(
         policy=policy,
         cluster=cluster,
         level=level,
         jobs=tuple(jobs),
-        start=np.array([t.first_start for t in control.tickets]),
+        start=np.array([t.first_start for t in control.progress]),
         finish=finish,
-        restarts=np.array([t.restarts for t in control.tickets]),
+        restarts=np.array([t.restarts for t in control.progress]),
         busy=engine.busy,
         window=(span[0], min(span[1], float(finish.max()))),
         window_busy=engine.window_busy,

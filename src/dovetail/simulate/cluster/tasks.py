@@ -1,8 +1,8 @@
 """Task level: every task of every iteration is an event.
 
-A device that falls idle takes the task that `planning.dispatch.pick` says. When a job's last task of an iteration has
-ended, the job is off its devices for a while, and then its next iteration is released. Only at such a boundary is
-control handed back to whoever runs the engine, and only for jobs that have reached `until` or were interrupted.
+A device that falls idle takes the task that `planning.sharing.dispatch.pick` chooses. When a job's last task of an
+iteration has ended, the job is off its devices for a while, and then its next iteration is released. Only at such a
+boundary does the engine return control to the controller, for jobs that have reached `until` or were interrupted.
 """
 
 from __future__ import annotations
@@ -16,56 +16,60 @@ import numpy as np
 
 from dovetail.core.job import Shape, TaskRun
 from dovetail.planning.sharing.dispatch import Resident, pick
-from dovetail.planning.sharing.policies import Policy
-from dovetail.planning.sharing.priority import Rank, Standing, rank
+from dovetail.planning.sharing.policies import SchedulingPolicy
+from dovetail.planning.sharing.priority import Precedence, Standing, precedence
 
 TOGETHER = 1e-9
 """Events closer than this (seconds) happen at the same time: all of them, then dispatch."""
 BOUNDARY, RELEASE = -1, -2
-"""What an event stands for that is not the end of a task on a device."""
+"""Events other than the end of a task on a device."""
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What the machines add to the jobs' own times."""
+class Overheads:
+    """What machines add to the jobs' own times."""
 
     jitter: float = 0.04
     """Coefficient of variation of a task's duration; real workers show 0.035–0.09."""
     switch: float = 0.002
-    """Seconds a device loses when it turns to another job's task."""
+    """Seconds that a device needs to turn to another job's task."""
     restart: float = 5.0
     """Seconds from the moment a preempted job gets devices again to its first task."""
     move: float = 1.0
-    """Seconds a job is held at an iteration boundary when its devices change: weights travel."""
+    """Seconds for which a job pauses at an iteration boundary when its devices change: its weights are copied."""
     seed: int = 0
 
 
-EXACT = Costs(jitter=0.0, switch=0.0, restart=0.0, move=0.0)
-
-
+EXACT = Overheads(jitter=0.0, switch=0.0, restart=0.0, move=0.0)
+NEVER = float("inf")
 NOISE = 8191
+"""Factors of jitter that are drawn once and then used in turn."""
 
 
 @lru_cache(maxsize=64)
 def noise(jitter: float, seed: int) -> tuple[float, ...]:
-    """Factors on tasks' durations, drawn once: max(0.3, N(1, jitter))."""
+    """Factors on tasks' durations: max(0.3, N(1, jitter))."""
     drawn = np.random.default_rng(seed).normal(1.0, jitter, NOISE)
     return tuple(np.maximum(0.3, drawn).tolist())
 
 
-def _by_rank(r: Resident) -> Rank:
-    return r.rank
+def _by_rank(r: Resident) -> Precedence:
+    return r.precedence
 
 
 class Active(Resident):
-    """A resident with its standing and where it hands control back."""
+    """A resident with its standing, and the iteration at which the engine returns control for it."""
 
     __slots__ = ("interrupted", "since", "standing", "until")
 
-    def __init__(self, standing: Standing, shape: Shape, devices: Sequence[int], policy: Policy, until: float) -> None:
-        super().__init__(standing.serial, shape, devices, rank(policy.order, standing, thresholds=policy.thresholds))
+    def __init__(
+        self, standing: Standing, shape: Shape, devices: Sequence[int], policy: SchedulingPolicy, until: float
+    ) -> None:
+        super().__init__(
+            standing.serial, shape, devices, precedence(policy.order, standing, thresholds=policy.thresholds)
+        )
         self.standing, self.until, self.interrupted = standing, until, False
-        self.since = 0.0  # its last iteration boundary
+        self.since = 0.0  # when its last iteration ended
 
 
 class TaskEngine:
@@ -74,13 +78,13 @@ class TaskEngine:
     def __init__(
         self,
         devices: int,
-        policy: Policy,
-        costs: Costs,
+        policy: SchedulingPolicy,
+        overheads: Overheads,
         *,
         window: tuple[float, float] | None = None,
         drawn: int = 0,
     ) -> None:
-        self.policy, self.costs, self.now = policy, costs, 0.0
+        self.policy, self.overheads, self.now = policy, overheads, 0.0
         self.active: dict[int, Active] = {}
         self.residents: list[list[Active]] = [[] for _ in range(devices)]
         self.idle = [True] * devices
@@ -93,13 +97,13 @@ class TaskEngine:
         self._queue: list[tuple[float, int, int, Active]] = []
         self._touched: list[int] = []
         self._serial = 0
-        self._noise = noise(costs.jitter, costs.seed) if costs.jitter else ()
+        self.noise = noise(overheads.jitter, overheads.seed) if overheads.jitter else ()
         self._drawn = drawn % NOISE  # how many of them have been used
         self._dynamic = policy.order in ("srpt", "las", "cp")
         self._learns = policy.rules.guard != "off"
-        self._running = [(0.0, 0.0)] * devices  # the task on each device: seconds by its profile, and in truth
+        self._running = [(0.0, 0.0)] * devices  # the task on each device: seconds by its profile, and with jitter
 
-    # -- what the controller calls, always between events --
+    # What the controller calls, always between events.
 
     def start(
         self, standing: Standing, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0
@@ -111,11 +115,11 @@ class TaskEngine:
         self._push(r.next_release, RELEASE, r)
 
     def interrupt(self, key: int) -> None:
-        """Hand control back at the job's next iteration boundary."""
+        """Returns control at the job's next iteration boundary."""
         self.active[key].interrupted = True
 
     def resume(self, key: int, shape: Shape, devices: Sequence[int], *, until: float, delay: float = 0.0) -> None:
-        """After a boundary: the next iteration, perhaps in another shape or on other devices."""
+        """Goes on after a boundary with the next iteration, perhaps in another shape or on other devices."""
         r = self.active[key]
         r.interrupted, r.until = False, until
         if tuple(devices) != r.devices or shape is not r.shape:
@@ -126,19 +130,19 @@ class TaskEngine:
         self._push(r.next_release, RELEASE, r)
 
     def remove(self, key: int) -> None:
-        """After a boundary: the job leaves its devices."""
+        """Takes the job off its devices, after a boundary."""
         self._exit(self.active.pop(key))
 
     def sync(self, key: int) -> None:
-        """The standing is up to date at every boundary; nothing to do at this level."""
+        """Brings the job's standing up to date: at this level it always is, at every boundary."""
 
     def run(self, limit: float) -> list[int]:
-        """Plays events until `limit`, or until jobs come to a boundary at which they hand back control: those jobs."""
+        """Handles events until `limit`, or until jobs come to a boundary at which control returns: those jobs."""
         queue, touched, idle, pop = self._queue, self._touched, self.idle, heapq.heappop
         back: list[int] = []
         while not back:
             if touched and (not queue or queue[0][0] > self.now + TOGETHER):
-                # Everything of this moment has happened, and what was handed back has been decided.
+                # All events of this moment are handled, and the controller has decided on the jobs returned.
                 self._dispatch(touched)
                 touched.clear()
                 continue
@@ -169,7 +173,7 @@ class TaskEngine:
             self.now = max(self.now, limit)
         return back
 
-    # -- inside --
+    # Inside.
 
     def _enter(self, r: Active) -> None:
         for d in r.devices:
@@ -188,15 +192,15 @@ class TaskEngine:
         s.attained += r.shape.work if self.policy.shares else r.shape.held
         r.since = self.now
         if self._dynamic:
-            r.rank = rank(self.policy.order, s)
+            r.precedence = precedence(self.policy.order, s)
             for d in r.devices:
                 if len(self.residents[d]) > 1:
                     self.residents[d].sort(key=_by_rank)
         return r.interrupted or s.done >= r.until - 1e-9
 
     def _dispatch(self, touched: list[int]) -> None:
-        guard, switch, idle, last, now = self.policy.rules.guard, self.costs.switch, self.idle, self.last, self.now
-        residents, noise, queue, push = self.residents, self._noise, self._queue, heapq.heappush
+        guard, switch, idle, last, now = self.policy.rules.guard, self.overheads.switch, self.idle, self.last, self.now
+        residents, noise, queue, push = self.residents, self.noise, self._queue, heapq.heappush
         for d in touched:
             if not idle[d]:
                 continue

@@ -1,4 +1,4 @@
-"""What a trace does not say of its jobs' iterations, and what is assumed instead. Every report repeats it."""
+"""What is assumed of jobs' iterations where a trace does not say it. `dovetail schedule` prints these assumptions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import random
 from dataclasses import dataclass
 
 from dovetail.core.errors import Error
-from dovetail.core.job import Job, Phase
+from dovetail.core.job import Job, JobPhase
 
 GIB = 2**30
 
 DUTIES = {"gpu-bound": 0.95, "typical": 0.85, "network-bound": 0.45, "input-bound": 0.15}
-"""The share of an iteration in which a job alone uses its devices."""
+"""Share of an iteration in which a job uses its devices, by kind of job."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """An iteration of a job of which only the duration is known."""
+    """The iteration of a job of which only the duration is known."""
 
     shape: str = "typical"
-    """One of DUTIES, or "mixed": each with equal chance, by the seed."""
+    """One of DUTIES, or "mixed": one of them for each job, drawn by the seed."""
     iteration: float = 0.4
-    """Seconds, alone on its devices, with full backpropagation."""
+    """Seconds of an iteration on devices of its own, with full backpropagation."""
     backward: float = 2 / 3
     """Share of the device time that is backward: twice forward's, as in nearly every network."""
     persistent_bytes: int = 3 * GIB // 2
@@ -68,7 +68,7 @@ class Assumed:
         return Job(
             name=name,
             arrival=arrival,
-            phases=(Phase(iterations=iterations, workers=workers),),
+            phases=(JobPhase(iterations=iterations, workers=workers),),
             forward=device * (1 - self.backward),
             backward=device * self.backward,
             off_device=iteration - device,

@@ -1,4 +1,4 @@
-"""Traces of real clusters, and a CSV of our own, as jobs. The format is recognised by the header, Gavel's by .trace."""
+"""Trace files as jobs: Philly, Muri, Pollux, and a CSV of our own by their headers, Gavel by the suffix .trace."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import msgspec
 
 from dovetail.core.errors import InputError
 from dovetail.core.files import MOST_BYTES
-from dovetail.core.job import Job, Phase
+from dovetail.core.job import Job, JobPhase
 
 from .assume import Assumed
-from .rows import Row, header, table
+from .rows import TraceRow, header, table
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Jobs by arrival, which starts at 0; what the file said, and what was assumed."""
+class JobTrace:
+    """The jobs of a trace by arrival, the first at 0 s; the file's name and format, and what was assumed."""
 
     name: str
     format: str
@@ -43,13 +43,13 @@ POLLUX = ["name", "time", "application", "num_replicas", "batch_size"]
 GAVEL = ["job_type", "command", "steps_arg", "needs_data_dir", "total_steps", "arrival", "scale_factor"]
 
 POLLUX_HOURS = {"cifar10": 0.5, "ncf": 0.5, "deepspeech2": 3.0, "bert": 3.0, "yolov3": 30.0, "imagenet": 300.0}
-"""Device-hours assumed per application, from the size class its authors put it in: 0–1, 1–10, 10–100, more."""
+"""Assumed device-hours by application, from the size class of the trace's authors: 0–1, 1–10, 10–100, more."""
 
 
-def read_trace(path: str | Path, *, assumed: Assumed = Assumed(), device: str = "v100") -> Trace:
-    """A trace file as jobs; an error that names line and field for the first bad row, with the others in `rows`.
+def read_trace(path: str | Path, *, assumed: Assumed = Assumed(), device: str = "v100") -> JobTrace:
+    """Reads a trace. `device` chooses the column of Gavel's throughputs.
 
-    `device` chooses the column of Gavel's throughputs.
+    A bad row raises a `TraceError` that names its line and field, with the other bad rows in `rows`.
     """
     path = Path(path)
     if path.suffix == ".trace":
@@ -75,17 +75,17 @@ def read_trace(path: str | Path, *, assumed: Assumed = Assumed(), device: str = 
     )
 
 
-def _sorted(path: Path, kind: str, jobs: list[Job], assumed: str) -> Trace:
+def _sorted(path: Path, kind: str, jobs: list[Job], assumed: str) -> JobTrace:
     first = min(j.arrival for j in jobs)
     moved = [msgspec.structs.replace(j, arrival=j.arrival - first) if first else j for j in jobs]
     moved.sort(key=lambda j: j.arrival)
-    return Trace(path.name, kind, tuple(moved), assumed)
+    return JobTrace(path.name, kind, tuple(moved), assumed)
 
 
-def _numbered(parse: Callable[[Row, int, Assumed], Job], assumed: Assumed) -> Callable[[Row], Job]:
+def _numbered(parse: Callable[[TraceRow, int, Assumed], Job], assumed: Assumed) -> Callable[[TraceRow], Job]:
     count = 0
 
-    def one(row: Row) -> Job:
+    def one(row: TraceRow) -> Job:
         nonlocal count
         count += 1
         return parse(row, count - 1, assumed)
@@ -93,7 +93,7 @@ def _numbered(parse: Callable[[Row, int, Assumed], Job], assumed: Assumed) -> Ca
     return one
 
 
-def _philly(row: Row, serial: int, assumed: Assumed) -> Job:
+def _philly(row: TraceRow, serial: int, assumed: Assumed) -> Job:
     workers = row.whole("num_gpus", least=1)
     duration = row.number("duration", above=True)
     if not math.isclose(row.number("gpu_time"), duration * workers, rel_tol=1e-3, abs_tol=1.0):
@@ -108,7 +108,7 @@ def _philly(row: Row, serial: int, assumed: Assumed) -> Job:
     )
 
 
-def _muri(row: Row, assumed: Assumed) -> Job:
+def _muri(row: TraceRow, assumed: Assumed) -> Job:
     row.whole("batch_size", least=1)
     row.number("duration", above=True)
     for field in ("interval", "resource_time_0", "resource_time_2", "priority"):
@@ -136,7 +136,7 @@ def _gavel(path: Path, assumed: Assumed, device: str) -> tuple[list[Job], str]:
     count = 0
 
     def per_worker(kind: str, workers: int) -> float:
-        """Steps per second of one worker; the file counts the steps of all. The nearest measured scale, by ratio."""
+        """Iterations per second of one worker, at the nearest measured scale by ratio; the file counts those of all."""
         for scale in sorted((1, 2, 4, 8), key=lambda s: abs(math.log(s / workers))):
             entry = known.get(f"('{kind}', {scale})")
             rate = entry.get("null") if isinstance(entry, dict) else None
@@ -144,7 +144,7 @@ def _gavel(path: Path, assumed: Assumed, device: str) -> tuple[list[Job], str]:
                 return float(rate) / scale
         return 0.0
 
-    def one(row: Row) -> Job:
+    def one(row: TraceRow) -> Job:
         nonlocal count
         count += 1
         workers = row.whole("scale_factor", least=1)
@@ -169,15 +169,15 @@ def _pollux(path: Path, assumed: Assumed) -> list[Job]:
     steps: dict[str, dict[int, dict[int, tuple[float, float]]]] = {}
 
     def load(application: str) -> dict[int, dict[int, tuple[float, float]]]:
-        """replicas → local batch → (step, sync), the tightest measured placement of each."""
+        """replicas → local batch → (seconds of an iteration, of its synchronisation), on the fewest nodes measured."""
         found: dict[int, dict[int, tuple[float, float]]] = {}
 
-        def spread(row: Row) -> None:
+        def spread(row: TraceRow) -> None:
             times = row.number("step_time", above=True), row.number("sync_time")
             replicas = row.whole("num_replicas", least=1)
             found.setdefault(replicas, {}).setdefault(row.whole("local_bsz", least=1), times)
 
-        def placed(row: Row) -> None:
+        def placed(row: TraceRow) -> None:
             placement = row.text("placement")
             if not placement.isdecimal() or not sum(map(int, placement)):
                 raise row.bad("placement", "one digit for each node, not all 0")
@@ -192,7 +192,7 @@ def _pollux(path: Path, assumed: Assumed) -> list[Job]:
         table(path.parent / f"{application}-placements.csv", placed, needed=("placement", *times))
         return found
 
-    def one(row: Row) -> Job:
+    def one(row: TraceRow) -> Job:
         application, workers = row.text("application"), row.whole("num_replicas", least=1)
         if application not in POLLUX_HOURS:
             raise row.bad("application", f"one of {', '.join(POLLUX_HOURS)}")
@@ -240,7 +240,7 @@ def _assumed_of_own(names: list[str], assumed: Assumed) -> str:
     return "; ".join(said)
 
 
-def _own(row: Row, serial: int, assumed: Assumed) -> Job:
+def _own(row: TraceRow, serial: int, assumed: Assumed) -> Job:
     workers = row.whole("workers", least=1)
     name = row.text("name") if row.has("name") else f"job {serial}"
     arrival = row.number("arrival")
@@ -252,7 +252,7 @@ def _own(row: Row, serial: int, assumed: Assumed) -> Job:
         job = Job(
             name=name,
             arrival=arrival,
-            phases=(Phase(iterations=row.whole("iterations", least=1), workers=workers),),
+            phases=(JobPhase(iterations=row.whole("iterations", least=1), workers=workers),),
             forward=forward,
             backward=backward,
             off_device=row.number("off_device") if row.has("off_device") else 0.0,

@@ -1,4 +1,4 @@
-"""Strict reading of tables: a bad row gets one line that names the file, the line, the field and what was expected."""
+"""Strict reading of tables: the error of a bad row names the file, the line, the field and what was expected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_REPORTED = 20
 
 
 class TraceError(Error):
-    """Bad rows of a trace: the first in the text, up to twenty in `rows`."""
+    """Bad rows of a trace: the text is of the first, `rows` has the first twenty."""
 
     def __init__(self, rows: list[InputError], count: int) -> None:
         self.rows = rows
@@ -25,7 +25,7 @@ class TraceError(Error):
         super().__init__(f"{rows[0]}{more}")
 
 
-class Row:
+class TraceRow:
     """One line of a table, by field."""
 
     __slots__ = ("cells", "line", "path")
@@ -76,7 +76,7 @@ class Row:
         return value in ("yes", "true", "1")
 
     def moment(self, field: str) -> float:
-        """A date and time as seconds; only differences mean anything."""
+        """A date and time as seconds since 2000."""
         try:
             return (datetime.fromisoformat(self.cells[field]) - datetime(2000, 1, 1)).total_seconds()
         except (ValueError, TypeError):
@@ -85,7 +85,7 @@ class Row:
 
 def lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin a file with a mark
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte-order mark
             yield from file
     except OSError as e:
         raise InputError(path, "", f"cannot be read: {(e.strerror or str(e)).lower()}") from None
@@ -106,13 +106,13 @@ def header(path: Path) -> list[str]:
 
 def table(
     path: Path,
-    parse: Callable[[Row], T],
+    parse: Callable[[TraceRow], T],
     *,
     fields: list[str] | None = None,
     needed: tuple[str, ...] = (),
     delimiter: str = ",",
 ) -> list[T]:
-    """Every row of a table, parsed. Empty lines at the end are allowed, everything else must be right.
+    """Parses every row of a table. Empty lines are allowed at the end only.
 
     `fields` names the columns of a table without a header, `needed` those that a header must have.
     """
@@ -143,8 +143,12 @@ def table(
                 if len(cells) != len(names):
                     line = f"line {reader.line_num}"
                     raise InputError(path, line, f"expected {len(names)} fields, got {len(cells)}")
-                found.append(parse(Row(path, reader.line_num, dict(zip(names, map(str.strip, cells), strict=True)))))
+                found.append(
+                    parse(TraceRow(path, reader.line_num, dict(zip(names, map(str.strip, cells), strict=True))))
+                )
             except InputError as e:
+                if e.file != str(path):
+                    raise  # a file beside this one is wrong, not the row that needed it
                 count, empty = count + 1, 0
                 if len(bad) < MOST_REPORTED:
                     bad.append(e)

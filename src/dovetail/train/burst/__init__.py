@@ -1,4 +1,4 @@
-"""`dovetail.Burst`: stages with device counts of their own, and samples that move between them.
+"""`dovetail.Burst`: stages with device counts of their own; samples are re-sharded between them.
 
 May import `core`, `measure` and `planning`.
 Begin with `module.py`, then `step.py`.

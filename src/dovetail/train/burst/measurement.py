@@ -1,7 +1,7 @@
-"""What communication costs a burst job where it runs: measured among its own processes, with the calls of a step.
+"""The cost of communication of a burst job, measured among its own processes with the calls that a step makes.
 
-Every rank takes part in everything at the same time, and those outside a group wait as they do in a step. Re-sharding
-is timed as a step does it, with choosing, packing and unpacking rows: what the next stage waits for.
+Every rank goes through everything at the same time, and those outside a group wait as they do in a step. Re-sharding is
+timed as a step does it, with choosing, packing and unpacking rows: what the next stage waits for.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 
 from dovetail.core.errors import Error
-from dovetail.core.network import Collective, Network, Sample
+from dovetail.core.network import Collective, CostSample, Network
 from dovetail.core.profile import Quantiles
 from dovetail.core.sample_layout import block_layout, busiest, next_layout
 from dovetail.measure.collectives import fit, network
 from dovetail.measure.stats import quantiles
-from dovetail.planning.burst.links import MeasuredLinks
+from dovetail.planning.burst.cost import MeasuredLinks
 from dovetail.train import agree
 
-from .reshard import Exchange
-from .wire import Wire
+from .communicator import Communicator
+from .reshard import Reshard
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18)
-"""Bytes of the busiest rank, below `max_bytes`; between them costs are linear, beyond them along the last slope."""
+"""Measured sizes, in bytes of the busiest rank, besides `max_bytes`; costs between them are interpolated."""
 
 
 def measure_links(
@@ -40,11 +40,12 @@ def measure_links(
     timeout: float = 300.0,
     emulated: bool = False,
 ) -> MeasuredLinks:
-    """All-reduces of up to `max_bytes`, and re-sharding of a global batch with up to `max_moved` bytes on one rank.
+    """Measures all-reduces of up to `max_bytes`, and re-sharding of a global batch with up to `max_moved` bytes per
+    rank.
 
     Both for each number of ranks in `counts` (the powers of two and all ranks by default), within about `budget`
     seconds: half of them for single all-reduces, a quarter for two at once, a quarter for re-sharding. Every rank of
-    the job calls it and gets the same.
+    the job calls it and gets the same result.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world < 2:
@@ -55,23 +56,23 @@ def measure_links(
         first = block_layout(batch, range(a))
         if not busiest(first, next_layout(first, range(b))):
             raise Error(f"batch: expected so many samples that some move between {a} and {b} ranks, got {batch}")
-    wire = Wire(torch.device("cpu"), timeout=timeout)
-    wire.prepare(tuple(range(n)) for n in chosen)
+    comm = Communicator(torch.device("cpu"), timeout=timeout)
+    comm.prepare(tuple(range(n)) for n in chosen)
     several = [n for n in chosen if n > 1]
     networks: dict[int, Network] = {}
     for n in several:
-        if (found := _all_reduce(wire, n, max_bytes, budget / 2 * n / sum(several), emulated)) is not None:
+        if (found := _all_reduce(comm, n, max_bytes, budget / 2 * n / sum(several), emulated)) is not None:
             networks[n] = found
-    crowded = {n: _crowding(wire, n, max_bytes, budget / 4 * n / sum(several)) for n in several}
+    crowded = {n: _crowding(comm, n, max_bytes, budget / 4 * n / sum(several)) for n in several}
     each = budget / 4 / max(1, len(pairs))
-    moves = {pair: _reshard(wire, batch, *pair, max_bytes=max_moved, budget=each) for pair in pairs}
+    moves = {pair: _reshard(comm, batch, *pair, max_bytes=max_moved, budget=each) for pair in pairs}
     group = dist.group.WORLD
     assert group is not None
-    return MeasuredLinks(*agree.from_first((networks, moves, crowded), group, wire.device))
+    return MeasuredLinks(*agree.from_first((networks, moves, crowded), group, comm.device))
 
 
 def together(bouts: Sequence[MeasuredLinks]) -> MeasuredLinks:
-    """Several measurements as one: of every cost the middle one, so that a bad minute does not count."""
+    """Several measurements as one: the median of every cost, so that a bad minute does not count."""
     first = bouts[0]
     networks = {}
     for n, found in first.networks.items():
@@ -83,7 +84,7 @@ def together(bouts: Sequence[MeasuredLinks]) -> MeasuredLinks:
 
 
 def _middle(several: Sequence[Collective]) -> Collective:
-    """By size; a size that did not fit into some bout's time has fewer to choose from."""
+    """The median for each size; a size that did not fit into some bout's time has fewer to choose from."""
     by_size: dict[int, list[Quantiles]] = {}
     for one in several:
         for sample in one.samples:
@@ -91,16 +92,16 @@ def _middle(several: Sequence[Collective]) -> Collective:
     samples = []
     for size, seconds in sorted(by_size.items()):
         ordered = sorted(seconds, key=lambda q: q.median)
-        samples.append(Sample(bytes=size, seconds=ordered[(len(ordered) - 1) // 2]))
+        samples.append(CostSample(bytes=size, seconds=ordered[(len(ordered) - 1) // 2]))
     return Collective(fit=fit(samples), samples=tuple(samples))
 
 
-def _all_reduce(wire: Wire, ranks: int, max_bytes: int, budget: float, emulated: bool) -> Network | None:
-    """None on a rank that is not among the first so many."""
+def _all_reduce(comm: Communicator, ranks: int, max_bytes: int, budget: float, emulated: bool) -> Network | None:
+    """All-reduces among the first `ranks` ranks; None on the others."""
     found = None
-    if wire.rank < ranks:
+    if comm.rank < ranks:
         found = network(
-            wire.group(tuple(range(ranks))),
+            comm.group(tuple(range(ranks))),
             max_bytes=max_bytes,
             collectives=("all_reduce",),
             budget=budget,
@@ -111,8 +112,8 @@ def _all_reduce(wire: Wire, ranks: int, max_bytes: int, budget: float, emulated:
     return found
 
 
-def _crowding(wire: Wire, ranks: int, max_bytes: int, budget: float) -> float:
-    """How many times longer a large and a small all-reduce take at once than one after the other; at least 1.
+def _crowding(comm: Communicator, ranks: int, max_bytes: int, budget: float) -> float:
+    """Time of a large and a small all-reduce at once, over that of one after the other; at least 1.
 
     A link that carries two streams may serve both worse than each alone: messages of one queue behind the other's.
     """
@@ -123,10 +124,10 @@ def _crowding(wire: Wire, ranks: int, max_bytes: int, budget: float) -> float:
     def timed(*batches: list[torch.Tensor]) -> float:
         dist.barrier()
         start = time.perf_counter()
-        for batch in batches if wire.rank < ranks else ():
-            for work in [wire.all_reduce(t, who) for t in batch]:
-                wire.wait(work, "measuring")
-        return agree.largest([time.perf_counter() - start], world, wire.device)[0]
+        for batch in batches if comm.rank < ranks else ():
+            for work in [comm.all_reduce(t, who) for t in batch]:
+                comm.wait(work, "measuring")
+        return agree.largest([time.perf_counter() - start], world, comm.device)[0]
 
     until, found = time.perf_counter() + budget, list[float]()
     while len(found) < 3 or (len(found) < 9 and not _all_late(until)):
@@ -134,33 +135,33 @@ def _crowding(wire: Wire, ranks: int, max_bytes: int, budget: float) -> float:
     return max(1.0, statistics.median(found))
 
 
-def _reshard(wire: Wire, batch: int, before: int, after: int, *, max_bytes: int, budget: float) -> Collective:
-    """From the first `before` ranks to the first `after`: the slowest rank's seconds by the busiest rank's bytes."""
+def _reshard(comm: Communicator, batch: int, before: int, after: int, *, max_bytes: int, budget: float) -> Collective:
+    """Re-sharding from the first `before` ranks to the first `after`: slowest rank's seconds by busiest's bytes."""
     first = block_layout(batch, range(before))
-    exchange = Exchange(wire, first, next_layout(first, range(after)))
-    rows = busiest(exchange.before, exchange.after)
-    held = len(first.samples(wire.rank))
+    reshard = Reshard(comm, first, next_layout(first, range(after)))
+    rows = busiest(reshard.before, reshard.after)
+    held = len(first.samples(comm.rank))
     samples = []
     widths = sorted({max(1, size // (4 * rows)) for size in (*(s for s in SIZES if s < max_bytes), max_bytes)})
     for width in widths:  # float32 per sample
         given = [torch.zeros(held, width)]
         until = time.perf_counter() + budget / len(widths)
-        _timed(wire, exchange, given)  # pays for buffers and connections
+        _timed(comm, reshard, given)  # the first one pays for buffers and connections
         seconds: list[float] = []
         while len(seconds) < 3 or (len(seconds) < 15 and not _all_late(until)):
-            seconds.append(_timed(wire, exchange, given))
-        samples.append(Sample(bytes=4 * rows * width, seconds=quantiles(seconds)))
+            seconds.append(_timed(comm, reshard, given))
+        samples.append(CostSample(bytes=4 * rows * width, seconds=quantiles(seconds)))
     return Collective(fit=fit(samples), samples=tuple(samples))
 
 
-def _timed(wire: Wire, exchange: Exchange, given: list[torch.Tensor]) -> float:
+def _timed(comm: Communicator, reshard: Reshard, given: list[torch.Tensor]) -> float:
     dist.barrier()
-    exchange.meet("measuring")
+    reshard.meet("measuring")
     start = time.perf_counter()
-    exchange(given, "measuring")
+    reshard(given, "measuring")
     group = dist.group.WORLD
     assert group is not None
-    return agree.largest([time.perf_counter() - start if exchange.takes_part else 0.0], group, wire.device)[0]
+    return agree.largest([time.perf_counter() - start if reshard.takes_part else 0.0], group, comm.device)[0]
 
 
 def _all_late(until: float) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dovetail.core.errors import Error
 
-from .wire import Wire
+from .communicator import Communicator
 
 log = logging.getLogger("dovetail")
 
@@ -26,16 +26,16 @@ _WORD = (1 << 64) - 1
 
 
 class Context:
-    """What a converted layer must know of the stage that it runs in; one object per part, updated at every step."""
+    """What a converted layer must know of the part that it runs in; one object per part, updated at every step."""
 
-    def __init__(self, wire: Wire, ranks: tuple[int, ...], seed: int) -> None:
-        self.wire, self.ranks, self.seed = wire, ranks, seed
+    def __init__(self, comm: Communicator, ranks: tuple[int, ...], seed: int) -> None:
+        self.comm, self.ranks, self.seed = comm, ranks, seed
         self.step = 0
         self.samples: tuple[int, ...] = ()
-        """Positions in the global batch of the rows that this rank has here."""
+        """Positions in the global batch of the rows that this rank has in this part."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy or a pickle of the model is a model of its own, without our ranks
+        return type(None), ()  # a copy or a pickle of the model has no ranks
 
 
 class GroupBatchNorm(_BatchNorm):
@@ -79,7 +79,7 @@ class _Normalise(torch.autograd.Function):
         mean = wide.mean(axes) if count else wide.new_zeros(channels)
         squares = (wide - _spread(mean, x)).square().sum(axes)
         mine = torch.cat([mean, squares, mean.new_tensor([float(count)])])
-        every = context.wire.all_gather(mine, context.ranks, "statistics of a BatchNorm")
+        every = context.comm.all_gather(mine, context.ranks, "statistics of a BatchNorm")
         means, squares, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = float(counts.sum())
         if total <= 1:
@@ -103,12 +103,12 @@ class _Normalise(torch.autograd.Function):
         wide = grad.to(normal.dtype)
         mine = torch.cat([wide.sum(axes), (wide * normal).sum(axes)])
         both = mine.clone()
-        wire = ctx.context.wire
-        wire.wait(wire.all_reduce(both, ctx.context.ranks), "backward of a BatchNorm")
+        comm = ctx.context.comm
+        comm.wait(comm.all_reduce(both, ctx.context.ranks), "backward of a BatchNorm")
         plain, along = (both / ctx.total).chunk(2)
         scale = inverse if weight is None else inverse * weight
         back = (wide - _spread(plain, grad) - normal * _spread(along, grad)) * _spread(scale, grad)
-        of_bias, of_weight = mine.chunk(2)  # of this rank's rows; the stage's all-reduce sums them like all others
+        of_bias, of_weight = mine.chunk(2)  # of this rank's rows: the part's all-reduce sums them
         return (
             back.to(grad.dtype),
             of_weight if ctx.needs_input_grad[1] else None,
@@ -199,7 +199,7 @@ def _spread(channel: Tensor, like: Tensor) -> Tensor:
 
 
 def _mix(z: int) -> int:
-    """SplitMix64's finaliser, a bijection of 64-bit words that looks random."""
+    """SplitMix64's finaliser, a bijection of 64-bit words whose output looks random."""
     z &= _WORD
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -211,5 +211,5 @@ def _signed(z: int) -> int:
 
 
 def _right(z: Tensor, bits: int) -> Tensor:
-    """Shift without the sign, which torch's own shift keeps."""
+    """Logical right shift; torch's own keeps the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

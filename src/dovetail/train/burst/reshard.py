@@ -1,7 +1,7 @@
 """Re-sharding: rows of tensors go from the ranks of one stage to the ranks of the next, and gradients back.
 
-One all-to-all among the ranks of both stages carries all tensors of a boundary: to each peer the rows it lacks, in
-ascending order of samples; rows that stay are copied on the spot. Splits are uneven and mostly zero.
+One all-to-all among the ranks of both stages carries all tensors of a boundary: each rank gets the rows that it lacks,
+in ascending order of samples; rows that stay on their rank are copied locally. Splits are uneven and mostly zero.
 """
 
 from __future__ import annotations
@@ -14,86 +14,86 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.core.sample_layout import Layout, move, moved
+from dovetail.core.sample_layout import SampleLayout, move, moved
 
-from .wire import Wire
+from .communicator import Communicator
 
 
 @dataclass(frozen=True)
-class Sketch:
-    """A tensor of a boundary without its rows: enough to receive it."""
+class RowSpec:
+    """dtype and shape of one row (one sample) of a tensor at a boundary: enough to receive it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""
     grad: bool = False
-    """True if a gradient comes back for it."""
+    """Whether a gradient comes back for it."""
 
     @property
     def bytes(self) -> int:
-        """Of one sample."""
+        """Size of one sample in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, rows: int, device: torch.device) -> Tensor:
         return torch.empty((rows, *self.shape), dtype=self.dtype, device=device)
 
 
-def sketch(tensor: Tensor) -> Sketch:
-    return Sketch(tensor.dtype, tuple(tensor.shape[1:]), tensor.requires_grad)
+def row_spec(tensor: Tensor) -> RowSpec:
+    return RowSpec(tensor.dtype, tuple(tensor.shape[1:]), tensor.requires_grad)
 
 
-class Exchange:
-    """One way between two layouts, worked out once and used at every step."""
+class Reshard:
+    """Moves rows from one layout to another; worked out once and used in every step."""
 
-    def __init__(self, wire: Wire, before: Layout, after: Layout) -> None:
+    def __init__(self, comm: Communicator, before: SampleLayout, after: SampleLayout) -> None:
         self.before, self.after = before, after
         self.ranks = tuple(sorted({rank for rank, _ in (*before.held, *after.held)}))
         self.needed = moved(before, after) > 0
-        self.takes_part = self.needed and wire.rank in self.ranks
-        self.wire = wire
-        self._move = move(before, after, wire.rank)
+        self.takes_part = self.needed and comm.rank in self.ranks
+        self.comm = comm
+        self._move = move(before, after, comm.rank)
 
     def meet(self, what: str) -> None:
-        """Waits until all ranks of the exchange are here, so that a recording tells waiting from moving."""
+        """Waits until all ranks that take part have arrived, so that a recording can tell waiting from moving."""
         if self.takes_part:
-            self.wire.wait(self.wire.all_reduce(torch.zeros(1, device=self.wire.device), self.ranks), what)
+            self.comm.wait(self.comm.all_reduce(torch.zeros(1, device=self.comm.device), self.ranks), what)
 
     def __call__(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """This rank's rows after the exchange. A rank outside both stages gets back what it gave: no rows."""
+        """This rank's rows in the layout after. A rank outside both stages gets back what it gave: no rows."""
         if not self.takes_part:
             return list(tensors)
         part = self._move
-        kinds = [sketch(t) for t in tensors]
-        out = [kind.empty(part.rows, self.wire.device) for kind in kinds]
-        stay = [_index(rows, self.wire.device) for rows in part.keeps]
+        specs = [row_spec(t) for t in tensors]
+        out = [spec.empty(part.rows, self.comm.device) for spec in specs]
+        stay = [_index(rows, self.comm.device) for rows in part.keeps]
         for old, new in zip(tensors, out, strict=True):
             new.index_copy_(0, stay[1], old.index_select(0, stay[0]))
-        row = sum(kind.bytes for kind in kinds)
-        leaving = _pack(tensors, _index([i for _, rows in part.sends for i in rows], self.wire.device))
-        places = _index([i for _, rows in part.receives for i in rows], self.wire.device)
-        coming = torch.empty((len(places), row), dtype=torch.uint8, device=self.wire.device)
+        row = sum(spec.bytes for spec in specs)
+        leaving = _pack(tensors, _index([i for _, rows in part.sends for i in rows], self.comm.device))
+        places = _index([i for _, rows in part.receives for i in rows], self.comm.device)
+        coming = torch.empty((len(places), row), dtype=torch.uint8, device=self.comm.device)
         work = dist.all_to_all_single(
             coming.view(-1),
             leaving.view(-1),
             [row * n for n in _counts(part.receives, self.ranks)],
             [row * n for n in _counts(part.sends, self.ranks)],
-            group=self.wire.group(self.ranks),
+            group=self.comm.group(self.ranks),
             async_op=True,
         )
-        self.wire.moved_bytes += leaving.numel()
-        self.wire.wait(work, what)
+        self.comm.moved_bytes += leaving.numel()
+        self.comm.wait(work, what)
         at = 0
-        for kind, new in zip(kinds, out, strict=True):
-            rows = coming[:, at : at + kind.bytes].contiguous().view(-1).view(kind.dtype)
-            new.index_copy_(0, places, rows.view(len(places), *kind.shape))
-            at += kind.bytes
+        for spec, new in zip(specs, out, strict=True):
+            rows = coming[:, at : at + spec.bytes].contiguous().view(-1).view(spec.dtype)
+            new.index_copy_(0, places, rows.view(len(places), *spec.shape))
+            at += spec.bytes
         return out
 
 
 def _pack(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
     """The rows of all tensors side by side, as bytes: (rows, bytes of one sample)."""
     flat = [t.index_select(0, rows).contiguous().view(-1).view(torch.uint8) for t in tensors]
-    sides = [f.view(len(rows), sketch(t).bytes) for f, t in zip(flat, tensors, strict=True)]
+    sides = [f.view(len(rows), row_spec(t).bytes) for f, t in zip(flat, tensors, strict=True)]
     return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
 
 

@@ -1,4 +1,4 @@
-"""A model as a list of layers: one callable per layer of the plan, tensors that are still needed pass every cut.
+"""A model as a list of layers: one callable per layer of the plan; every cut passes on all tensors still needed later.
 
 A list of modules, or an nn.Sequential with one child per layer, is such a list already. Any other model is traced with
 torch.fx and cut where each of the plan's layers is called; what happens between two layers belongs to the earlier one.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx, nn
 
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, first_line
 
 from .norm import GroupBatchNorm, SampleDropout, convert
 
@@ -19,9 +19,10 @@ from .norm import GroupBatchNorm, SampleDropout, convert
 def split(
     model: nn.Module | Sequence[nn.Module], names: Sequence[str] | None, count: int
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """(the whole model, its layers), with BatchNorm and Dropout converted. `names` are the plan's layers if it has any.
+    """(the whole model, its layers), with BatchNorm and Dropout converted. `names` are the plan's layer names, if it
+    has any.
 
-    Of a list the whole model is an nn.Sequential, so that parameters have names and a checkpoint has keys.
+    A list becomes an nn.Sequential, so that parameters have names and a checkpoint has keys.
     """
     whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
     whole = convert(whole)
@@ -53,12 +54,12 @@ def trace(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for i in range(len(names)):
         body = [n for n in nodes[bounds[i] : bounds[i + 1]] if n.op not in ("placeholder", "output")]
-        layers.append(_piece(model, body, live[i], live[i + 1] if i + 1 < len(names) else None, nodes[-1]))
+        layers.append(_layer(model, body, live[i], live[i + 1] if i + 1 < len(names) else None, nodes[-1]))
     return layers
 
 
-class _Tracer(fx.Tracer):
-    """Does not look inside the plan's layers, nor inside what `convert` has put in."""
+class _LeafTracer(fx.Tracer):
+    """Does not trace into the plan's layers, nor into the modules that `convert` has put in."""
 
     def __init__(self, leaves: set[str]) -> None:
         super().__init__()
@@ -71,12 +72,11 @@ class _Tracer(fx.Tracer):
 
 def _graph(model: nn.Module, leaves: set[str]) -> fx.Graph:
     try:
-        return _Tracer(leaves).trace(model)
+        return _LeafTracer(leaves).trace(model)
     except Exception as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise Error(
-            f"layers: {type(model).__name__} cannot be traced by torch.fx ({reason}); give a list of layers instead, "
-            "cut where the plan cuts"
+            f"layers: {type(model).__name__} cannot be traced by torch.fx ({first_line(e)}); give a list of layers "
+            "instead, cut where the plan cuts"
         ) from None
 
 
@@ -88,15 +88,16 @@ def _first_call(nodes: list[fx.Node], name: str) -> int:
 
 
 def _live(nodes: list[fx.Node], cut: int) -> list[fx.Node]:
-    """What is computed before the cut and used at or after it, in order; parameters are fetched where they are used."""
+    """Nodes computed before the cut and used at or after it, in order; parameters are fetched where they are used."""
     place = {node: i for i, node in enumerate(nodes)}
     before = [n for n in nodes[:cut] if n.op != "get_attr"]
     return [n for n in before if any(place[user] >= cut for user in n.users)]
 
 
-def _piece(
+def _layer(
     model: nn.Module, body: list[fx.Node], takes: list[fx.Node], gives: list[fx.Node] | None, output: fx.Node
 ) -> nn.Module:
+    """The nodes between two cuts as a module; the last one (`gives` is None) returns the model's output."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {n: graph.placeholder(n.name) for n in takes}
 
@@ -116,6 +117,7 @@ def _piece(
 
 
 def _refuse_shared(whole: nn.Module, layers: list[nn.Module]) -> None:
+    """Refuses a parameter that two layers use."""
     names = {id(p): n for n, p in whole.named_parameters()}
     seen: dict[int, int] = {}
     for i, layer in enumerate(layers):
@@ -128,7 +130,7 @@ def _refuse_shared(whole: nn.Module, layers: list[nn.Module]) -> None:
 
 
 def tensors(value: object, what: str) -> list[torch.Tensor]:
-    """A boundary as a list: one tensor, or a tuple or list of tensors that have the sample as their first dimension."""
+    """The tensors of a boundary as a list: one tensor or several, each with the sample as its first dimension."""
     found: list[torch.Tensor] = []
     for t in value if isinstance(value, (tuple, list)) else [value]:
         if not isinstance(t, torch.Tensor) or t.dim() == 0:

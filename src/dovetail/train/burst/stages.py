@@ -1,8 +1,8 @@
-"""Explicit stages: each part of the model has a graph of its own, with detached tensors at its borders.
+"""Explicit stages: each part of the model has a graph of its own, with detached tensors at its boundaries.
 
-Forward runs the parts in order and keeps each part's leaves and outputs. Backward walks them in reverse: one
-`backward` per part, and right after it the sum of the part's gradients over the ranks that ran it sets out, while
-earlier parts go on. What crosses a border is plain data, so the order of all collectives is written in one loop.
+Forward runs the parts in order and keeps each part's leaves and outputs. Backward goes through them in reverse: one
+`backward` per part, and right after it starts the all-reduce of the part's gradients over the ranks that ran it, while
+earlier parts go on. What crosses a boundary is plain data, so the order of all collectives is written in one loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dovetail.core.errors import Error
+from dovetail.core.errors import Error, first_line
 
 from .norm import Context, GroupBatchNorm, SampleDropout
 from .split import tensors
@@ -39,19 +39,19 @@ class StagePart:
                     m.context = self.context
                 self._together |= isinstance(m, GroupBatchNorm)
                 if getattr(m, "inplace", False):
-                    m.inplace = False  # type: ignore[assignment]  # what a part begins with is still needed by the part before it
+                    m.inplace = False  # type: ignore[assignment]  # the part before still needs what this part begins with
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that get gradients, each once."""
+        """The parameters that get gradients, each once."""
         found = {p: None for layer in self.layers for p in layer.parameters() if p.requires_grad}
         return list(found)
 
     def runs(self, rows: int) -> bool:
-        """A rank without rows computes nothing, unless layers look across ranks and would wait for it."""
+        """Whether a rank with so many rows runs this part: without rows only if a BatchNorm would wait for it."""
         return rows > 0 or self._together
 
     def forward(self) -> None:
-        """From `leaves` to `outputs`, which keep their history."""
+        """Computes `outputs` from `leaves`; they keep their autograd history."""
         value: object = tuple(self.leaves)
         for layer in self.layers:
             given = tensors(value, self.name)
@@ -60,16 +60,16 @@ class StagePart:
             except Error:
                 raise
             except Exception as e:
-                reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
                 empty = given[0].shape[0] == 0
                 hint = "; it must accept a local batch of 0 samples, or be planned on fewer devices" if empty else ""
-                raise Error(f"{self.name}: {type(layer).__name__}: {reason}{hint}") from e
+                raise Error(f"{self.name}: {type(layer).__name__}: {first_line(e)}{hint}") from e
         self.outputs = tensors(value, self.name)
 
     def backward(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """(gradients of the leaves, fresh gradients of the parameters); what `.grad` held before stays aside.
+        """(gradients of the leaves, new gradients of the parameters); what `.grad` held before is kept.
 
-        An output without a gradient counts as one of zeros, so that all ranks walk through the same graph. Frees it.
+        An output without a gradient counts as one of zeros, so that all ranks go through the same graph. Frees the
+        graph.
         """
         parameters = self.parameters()
         aside = [p.grad for p in parameters]
@@ -88,17 +88,17 @@ class StagePart:
 
 @dataclass(eq=False)
 class Reduction:
-    """Gradients of one part on their way: flat buffers, one per dtype, that are being summed over the part's ranks.
+    """The all-reduce of one part's gradients over its ranks, in flat buffers, one per dtype.
 
-    Behind the gradients travels one number per parameter that says whether it got one: a parameter that no sample on
-    any rank has used keeps `grad` as it was, as in one process.
+    Behind the gradients each buffer has one number per parameter that says whether it got one: a parameter that no
+    sample on any rank has used keeps `grad` as it was, as in one process.
     """
 
     parameters: list[nn.Parameter]
     fresh: list[Tensor | None]
     ranks: tuple[int, ...]
     works: list[tuple[dist.Work | None, int]] = field(default_factory=list)
-    """With the bytes of each."""
+    """(collective, its bytes)"""
     _buffers: list[tuple[list[int], Tensor]] = field(default_factory=list)
 
     def start(self, context: Context) -> None:
@@ -108,15 +108,15 @@ class Reduction:
         for i, p in enumerate(self.parameters):
             kinds.setdefault(p.dtype, []).append(i)
         for which in kinds.values():
-            pieces = [self._piece(i).reshape(-1) for i in which]
-            used = pieces[0].new_tensor([float(self.fresh[i] is not None) for i in which])
-            flat = torch.cat([*pieces, used])
-            self.works.append((context.wire.all_reduce(flat, self.ranks), flat.numel() * flat.element_size()))
+            flat_grads = [self._or_zeros(i).reshape(-1) for i in which]
+            used = flat_grads[0].new_tensor([float(self.fresh[i] is not None) for i in which])
+            flat = torch.cat([*flat_grads, used])
+            self.works.append((context.comm.all_reduce(flat, self.ranks), flat.numel() * flat.element_size()))
             self._buffers.append((which, flat))
         self.fresh = self.fresh if not self._buffers else [None] * len(self.fresh)
 
     def finish(self) -> None:
-        """Puts the sums where gradients belong, beside what was accumulated before. Call when the works are done."""
+        """Adds the sums to the parameters' `.grad`. To be called when the collectives are done."""
         for which, flat in self._buffers:
             used = flat[-len(which) :].tolist()
             at = 0
@@ -129,6 +129,6 @@ class Reduction:
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
 
-    def _piece(self, i: int) -> Tensor:
+    def _or_zeros(self, i: int) -> Tensor:
         grad = self.fresh[i]
         return torch.zeros_like(self.parameters[i]) if grad is None else grad

@@ -1,8 +1,8 @@
-"""Where parameters and optimiser state live: only on the ranks that run their layer.
+"""Parameters and optimiser state exist only on the ranks that run their layer.
 
 Elsewhere a tensor stays in the model as a shape without data (torch's meta device), so that every rank's optimiser has
-the same parameters in the same order; it passes over those that never get a gradient. When a plan changes, data goes
-from the lowest rank that has it to those that need it. A checkpoint is the plain model's, whatever the plan.
+the same parameters in the same order; it skips those that never get a gradient. When the plan changes, data goes from
+the lowest rank that has it to the ranks that need it. A checkpoint is that of the plain model, whatever the plan.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from torch.utils import swap_tensors
 
 from dovetail.core.errors import Error
 
-from .wire import Wire
+from .communicator import Communicator
 
 Ranks: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
-    """One tensor of the model and the layer it belongs to. The object stays; its data comes and goes."""
+class LayerTensor:
+    """A parameter or buffer and the layer it belongs to. The tensor object stays; its data comes and goes."""
 
     name: str
     tensor: Tensor
     layer: int
 
-    def place(self, device: torch.device) -> None:
-        """Gives it room for data on `device`, uninitialised."""
+    def allocate(self, device: torch.device) -> None:
+        """Gives the tensor uninitialised data on `device`, if it has none."""
         if self.tensor.is_meta:
             self._become(torch.empty_like(self.tensor, device=device))
 
     def drop(self) -> None:
+        """Frees the data and the gradient; the shape stays."""
         if not self.tensor.is_meta:
             self.tensor.grad = None
             self._become(torch.empty_like(self.tensor, device="meta"))
@@ -47,92 +48,100 @@ class Home:
         swap_tensors(self.tensor, fresh)
 
 
-def homes(whole: nn.Module, layers: Sequence[nn.Module]) -> list[Home]:
-    """All parameters and buffers of the layers, in the model's order. What no layer uses stays where it is."""
+def layer_tensors(whole: nn.Module, layers: Sequence[nn.Module]) -> list[LayerTensor]:
+    """All parameters and buffers of the layers, in the model's order. A tensor that no layer uses is not among them."""
     layer_of: dict[int, int] = {}
     for i, layer in enumerate(layers):
         for t in (*layer.parameters(), *layer.buffers()):
             if layer_of.setdefault(id(t), i) != i:
                 raise Error(f"layers: a buffer is used by layers {layer_of[id(t)]} and {i}; it belongs to one layer")
     named = [*whole.named_parameters(), *whole.named_buffers()]
-    return [Home(name, t, layer_of[id(t)]) for name, t in named if id(t) in layer_of]
+    return [LayerTensor(name, t, layer_of[id(t)]) for name, t in named if id(t) in layer_of]
 
 
-def settle(wire: Wire, found: Sequence[Home], ranks: Sequence[Ranks]) -> None:
-    """At the start: everybody gets what rank 0 was given, and keeps what its layers need."""
-    everyone = tuple(range(wire.size))
-    for home in found:
-        home.place(wire.device)
-        wire.broadcast(home.tensor.detach(), 0, everyone, f"{home.name} from rank 0")
-        if wire.rank not in ranks[home.layer]:
-            home.drop()
+def settle(comm: Communicator, tensors: Sequence[LayerTensor], ranks: Sequence[Ranks]) -> None:
+    """At the start: every rank gets the tensors of rank 0 and keeps those of the layers that it runs."""
+    everyone = tuple(range(comm.size))
+    for entry in tensors:
+        entry.allocate(comm.device)
+        comm.broadcast(entry.tensor.detach(), 0, everyone, f"{entry.name} from rank 0")
+        if comm.rank not in ranks[entry.layer]:
+            entry.drop()
 
 
 def resettle(
-    wire: Wire, found: Sequence[Home], old: Sequence[Ranks], new: Sequence[Ranks], optimizers: Sequence[Optimizer]
+    comm: Communicator,
+    tensors: Sequence[LayerTensor],
+    old: Sequence[Ranks],
+    new: Sequence[Ranks],
+    optimizers: Sequence[Optimizer],
 ) -> None:
-    """From one plan to another, with gradients and optimiser state. Every rank calls it at the same point."""
-    wire.prepare({_both(a, b) for a, b in zip(old, new, strict=True)})
-    growing = [h for h in found if set(new[h.layer]) - set(old[h.layer])]
-    notes = _notes(wire, growing, old, optimizers)
-    for home in growing:
-        before, after = old[home.layer], new[home.layer]
+    """Moves data from one plan's ranks to another's, with gradients and optimiser state. Every rank calls it."""
+    comm.prepare({_both(a, b) for a, b in zip(old, new, strict=True)})
+    growing = [h for h in tensors if set(new[h.layer]) - set(old[h.layer])]
+    notes = _notes(comm, growing, old, optimizers)
+    for entry in growing:
+        before, after = old[entry.layer], new[entry.layer]
         among = _both(before, after)
-        if wire.rank not in among:
+        if comm.rank not in among:
             continue
-        comes = wire.rank in after and wire.rank not in before
+        comes = comm.rank in after and comm.rank not in before
         if comes:
-            home.place(wire.device)
-        wire.broadcast(home.tensor.detach(), before[0], among, home.name)
-        for where, key, note in notes.get(home.name, []):
-            what = f"{home.name}: {key}"
-            held = _read(home.tensor, where, key, optimizers) if not comes else None
-            value = _carry(wire, held, note, before[0], among, what)
+            entry.allocate(comm.device)
+        comm.broadcast(entry.tensor.detach(), before[0], among, entry.name)
+        for where, key, note in notes.get(entry.name, []):
+            what = f"{entry.name}: {key}"
+            held = _read(entry.tensor, where, key, optimizers) if not comes else None
+            value = _carry(comm, held, note, before[0], among, what)
             if comes:
-                _write(home.tensor, where, key, value, optimizers)
-    for home in found:
-        if wire.rank not in new[home.layer]:
+                _write(entry.tensor, where, key, value, optimizers)
+    for entry in tensors:
+        if comm.rank not in new[entry.layer]:
             for optimizer in optimizers:
-                optimizer.state.pop(home.tensor, None)
-            home.drop()
+                optimizer.state.pop(entry.tensor, None)
+            entry.drop()
 
 
-def model_state(wire: Wire, whole: nn.Module, found: Sequence[Home], ranks: Sequence[Ranks]) -> dict[str, Any]:
-    """The whole model's `state_dict` on rank 0, on the processor; empty on the others."""
-    by_id = {id(h.tensor): h for h in found}
-    wire.prepare({_both((0,), (r[0],)) for r in ranks})
+def model_state(
+    comm: Communicator, whole: nn.Module, tensors: Sequence[LayerTensor], ranks: Sequence[Ranks]
+) -> dict[str, Any]:
+    """The whole model's `state_dict` on rank 0, on the CPU; empty on the other ranks."""
+    by_id = {id(h.tensor): h for h in tensors}
+    comm.prepare({_both((0,), (r[0],)) for r in ranks})
     state: dict[str, Any] = {}
     for key, value in whole.state_dict(keep_vars=True).items():
-        home = by_id.get(id(value))
-        if home is not None:
-            value = _to_first(wire, home.tensor, ranks[home.layer], key)
-        if wire.rank == 0:
+        entry = by_id.get(id(value))
+        if entry is not None:
+            value = _to_first(comm, entry.tensor, ranks[entry.layer], key)
+        if comm.rank == 0:
             state[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
     return state
 
 
-def optimizer_state(wire: Wire, optimizer: Optimizer, found: Sequence[Home], ranks: Sequence[Ranks]) -> dict[str, Any]:
-    """The optimiser's `state_dict` as one process would have it, on rank 0; empty on the others."""
-    wire.prepare({_both((0,), (r[0],)) for r in ranks})
-    by_id = {id(h.tensor): h for h in found}
-    notes = _notes(wire, found, ranks, [optimizer], grads=False)
+def optimizer_state(
+    comm: Communicator, optimizer: Optimizer, tensors: Sequence[LayerTensor], ranks: Sequence[Ranks]
+) -> dict[str, Any]:
+    """The optimiser's `state_dict` as one process would have it, on rank 0; empty on the other ranks."""
+    comm.prepare({_both((0,), (r[0],)) for r in ranks})
+    by_id = {id(h.tensor): h for h in tensors}
+    notes = _notes(comm, tensors, ranks, [optimizer], grads=False)
     result = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for index, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-        home = by_id.get(id(p))
-        if home is None:
+        entry = by_id.get(id(p))
+        if entry is None:
             if p in optimizer.state:
                 state[index] = dict(optimizer.state[p])
             continue
-        for where, key, note in notes.get(home.name, []):
-            owners = ranks[home.layer]
-            held = _read(p, where, key, [optimizer]) if wire.rank in owners else None
-            if wire.rank in (0, owners[0]):
+        for where, key, note in notes.get(entry.name, []):
+            owners = ranks[entry.layer]
+            held = _read(p, where, key, [optimizer]) if comm.rank in owners else None
+            if comm.rank in (0, owners[0]):
                 among = _both((0,), (owners[0],))
                 if 0 not in owners:
-                    held = _carry(wire, held, note, owners[0], among, f"{home.name}: {key}")
+                    held = _carry(comm, held, note, owners[0], among, f"{entry.name}: {key}")
                 state.setdefault(index, {})[key] = held
-    if wire.rank != 0:
+    if comm.rank != 0:
         return {}
     return {**result, "state": torch.utils._pytree.tree_map(_on_cpu, state)}
 
@@ -164,51 +173,57 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({**state, "state": mine})
 
 
-GRAD = -1  # in place of an optimiser's number: the parameter's gradient
+GRAD = -1
+"""In place of an optimiser's number: the parameter's gradient."""
 
 _Note: TypeAlias = tuple[int, str, Any]
-"""(number of the optimiser or GRAD, key, what it is): a `_Sketch` of a tensor that follows, or the value itself."""
+"""(number of the optimiser or GRAD, key, content): a `_TensorSpec` of a tensor that follows, or the value itself."""
 
 
 @dataclass(frozen=True)
-class _Sketch:
+class _TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _notes(
-    wire: Wire, found: Sequence[Home], owners: Sequence[Ranks], optimizers: Sequence[Optimizer], grads: bool = True
+    comm: Communicator,
+    tensors: Sequence[LayerTensor],
+    owners: Sequence[Ranks],
+    optimizers: Sequence[Optimizer],
+    grads: bool = True,
 ) -> dict[str, list[_Note]]:
-    """What there is beside each parameter, as its lowest owner has it; known to all ranks."""
+    """Notes on each parameter's gradient and optimiser state, as its lowest owner has them; the same on all ranks."""
     mine: dict[str, list[_Note]] = {}
-    for home in found:
-        if owners[home.layer][0] != wire.rank or not isinstance(home.tensor, nn.Parameter):
+    for entry in tensors:
+        if owners[entry.layer][0] != comm.rank or not isinstance(entry.tensor, nn.Parameter):
             continue
         notes: list[_Note] = []
-        if grads and home.tensor.grad is not None:
-            notes.append((GRAD, "grad", _describe(home.tensor.grad)))
+        if grads and entry.tensor.grad is not None:
+            notes.append((GRAD, "grad", _describe(entry.tensor.grad)))
         for i, optimizer in enumerate(optimizers):
-            held = optimizer.state.get(home.tensor, {})
+            held = optimizer.state.get(entry.tensor, {})
             notes += [(i, key, _describe(value)) for key, value in held.items()]
-        mine[home.name] = notes
+        mine[entry.name] = notes
     merged: dict[str, list[_Note]] = {}
-    for theirs in wire.collect(mine, "optimiser state"):
+    for theirs in comm.collect(mine, "optimiser state"):
         merged.update(theirs)
     return merged
 
 
 def _describe(value: Any) -> Any:
-    """Single numbers, such as a count of steps, travel with the description."""
+    """The content of a note. Single numbers, such as the number of steps, are in the note itself."""
     if isinstance(value, Tensor) and value.numel() > 1:
-        return _Sketch(tuple(value.shape), value.dtype)
+        return _TensorSpec(tuple(value.shape), value.dtype)
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _carry(wire: Wire, held: Any, note: Any, source: int, among: Ranks, what: str) -> Any:
-    if not isinstance(note, _Sketch):
+def _carry(comm: Communicator, held: Any, note: Any, source: int, among: Ranks, what: str) -> Any:
+    """The value that a note describes: broadcast from `source`, or the note's own."""
+    if not isinstance(note, _TensorSpec):
         return note.clone() if isinstance(note, Tensor) else note
-    tensor = torch.empty(note.shape, dtype=note.dtype, device=wire.device) if held is None else held.contiguous()
-    wire.broadcast(tensor, source, among, what)
+    tensor = torch.empty(note.shape, dtype=note.dtype, device=comm.device) if held is None else held.contiguous()
+    comm.broadcast(tensor, source, among, what)
     return tensor
 
 
@@ -223,11 +238,12 @@ def _write(p: Tensor, where: int, key: str, value: Any, optimizers: Sequence[Opt
         optimizers[where].state[p][key] = value
 
 
-def _to_first(wire: Wire, tensor: Tensor, owners: Ranks, what: str) -> Tensor:
-    if 0 in owners or wire.rank not in (0, owners[0]):
+def _to_first(comm: Communicator, tensor: Tensor, owners: Ranks, what: str) -> Tensor:
+    """The tensor's data on rank 0; on other ranks the result does not matter."""
+    if 0 in owners or comm.rank not in (0, owners[0]):
         return tensor
-    data = torch.empty_like(tensor, device=wire.device) if wire.rank == 0 else tensor.detach().contiguous()
-    wire.broadcast(data, owners[0], _both((0,), (owners[0],)), what)
+    data = torch.empty_like(tensor, device=comm.device) if comm.rank == 0 else tensor.detach().contiguous()
+    comm.broadcast(data, owners[0], _both((0,), (owners[0],)), what)
     return data
 
 

@@ -1,6 +1,6 @@
-"""One step of a burst job, written out: the parts forward, the loss, the parts backward, the sums of gradients.
+"""One step of a burst job: the parts forward, the loss, the parts backward, the all-reduces of gradients.
 
-This is the one global order of collectives. Every rank walks through all of it and takes part where it has a part.
+All collectives have this one global order. Every rank goes through all of it and communicates where it has a share.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from dovetail.core.errors import Error
-from dovetail.core.sample_layout import Layout, block_layout, moved, next_layout
+from dovetail.core.sample_layout import SampleLayout, block_layout, moved, next_layout
+from dovetail.train.recording import SpanRecorder
 
-from .burst_record import Recorder
-from .reshard import Exchange, Sketch, sketch
+from .communicator import Communicator
+from .reshard import Reshard, RowSpec, row_spec
 from .stages import Reduction, StagePart
-from .wire import Wire
 
 Loss = Callable[..., Tensor]
 
 
-def layouts(parts: Sequence[StagePart], batch: int) -> list[Layout]:
-    """Which rank holds which samples in every part."""
+def layouts(parts: Sequence[StagePart], batch: int) -> list[SampleLayout]:
+    """For every part, which rank holds which samples."""
     found = [block_layout(batch, parts[0].ranks)]
     for part in parts[1:]:
         found.append(next_layout(found[-1], part.ranks))
@@ -32,81 +32,83 @@ def layouts(parts: Sequence[StagePart], batch: int) -> list[Layout]:
 
 
 def groups(parts: Sequence[StagePart]) -> set[tuple[int, ...]]:
-    """All rank sets that a step needs process groups of, whatever the batch."""
-    borders = [*pairwise(parts), (parts[0], parts[-1])]
-    return {p.ranks for p in parts} | {tuple(sorted({*a.ranks, *b.ranks})) for a, b in borders}
+    """All rank sets for which a step needs process groups, whatever the batch."""
+    boundaries = [*pairwise(parts), (parts[0], parts[-1])]
+    return {p.ranks for p in parts} | {tuple(sorted({*a.ranks, *b.ranks})) for a, b in boundaries}
 
 
 class Route:
-    """The way of a global batch of one size through the parts: layouts, exchanges, and what crosses each border."""
+    """The way of a global batch of one size through the parts: layouts, re-sharding, and what crosses each boundary."""
 
-    def __init__(self, wire: Wire, parts: Sequence[StagePart], batch: int) -> None:
-        self.batch, self._wire = batch, wire
+    def __init__(self, comm: Communicator, parts: Sequence[StagePart], batch: int) -> None:
+        self.batch, self._comm = batch, comm
         self.layouts = layouts(parts, batch)
         pairs = list(pairwise(self.layouts))
-        self.forth = [Exchange(wire, a, b) for a, b in pairs]
-        self.back = [Exchange(wire, b, a) for a, b in pairs]
-        self.direct = Exchange(wire, self.layouts[0], self.layouts[-1])
-        self._known: dict[Hashable, dict[int, list[Sketch]]] = {}
-        self.kinds: dict[int, list[Sketch]] = {}
-        """By part: the tensors that leave it."""
+        self.forth = [Reshard(comm, a, b) for a, b in pairs]
+        self.back = [Reshard(comm, b, a) for a, b in pairs]
+        self.direct = Reshard(comm, self.layouts[0], self.layouts[-1])
+        self._known: dict[Hashable, dict[int, list[RowSpec]]] = {}
+        self.specs: dict[int, list[RowSpec]] = {}
+        """By part: the tensors that leave it, as far as this step has shown them."""
 
     def look(self, key: Hashable) -> None:
-        """Before a step: what crosses borders depends on nothing but `key`, so each key is looked at only once."""
-        self.kinds = self._known.setdefault(key, {})
+        """Called before a step: what crosses boundaries depends on `key` only, so each key is examined once."""
+        self.specs = self._known.setdefault(key, {})
 
-    def settle(self, i: int, outputs: list[Tensor], what: str) -> list[Sketch]:
-        """What leaves part i. The first time, a rank that has samples there tells all ranks."""
-        if i not in self.kinds:
-            seen = [sketch(o) for o in outputs]
-            self.kinds[i] = self._wire.share(seen, self.layouts[i].first_holder(), what)
-        return self.kinds[i]
+    def settle(self, i: int, outputs: list[Tensor], what: str) -> list[RowSpec]:
+        """The tensors that leave part i. The first time, a rank that has samples there tells all ranks."""
+        if i not in self.specs:
+            seen = [row_spec(o) for o in outputs]
+            self.specs[i] = self._comm.share(seen, self.layouts[i].first_holder(), what)
+        return self.specs[i]
 
     def moved_bytes(self) -> int:
-        """Predicted: samples that change ranks at each border, times the bytes of one, in both directions."""
+        """Predicted bytes: samples that change ranks at each boundary, times the bytes of one, in both directions."""
         total = 0
-        for i, exchange in enumerate(self.forth):
-            if i not in self.kinds:
-                raise Error(f"batch: expected that of a step that was taken, got {self.batch}: none shows what moves")
-            kinds = self.kinds[i]
-            each = sum(k.bytes for k in kinds) + sum(k.bytes for k in kinds if k.grad)
-            total += moved(exchange.before, exchange.after) * each
+        for i, reshard in enumerate(self.forth):
+            if i not in self.specs:
+                raise Error(
+                    f"batch: expected that of a step that was taken, got {self.batch}: a step has to show what moves"
+                )
+            specs = self.specs[i]
+            each = sum(s.bytes for s in specs) + sum(s.bytes for s in specs if s.grad)
+            total += moved(reshard.before, reshard.after) * each
         return total
 
 
 def forward(
-    wire: Wire, parts: Sequence[StagePart], route: Route, rows: list[Tensor], step: int, recorder: Recorder | None
+    comm: Communicator, parts: Sequence[StagePart], route: Route, rows: list[Tensor], step: int, recorder: SpanRecorder
 ) -> list[Tensor]:
-    """What leaves the last part on this rank, detached. The parts keep their graphs."""
+    """The outputs of the last part on this rank, detached. The parts keep their graphs."""
     values = rows
     for i, part in enumerate(parts):
         if i > 0:
-            values = _exchange(route.forth[i - 1], values, f"step {step}: samples into {part.name}", recorder)
-            values = [v.requires_grad_(k.grad) for v, k in zip(values, route.kinds[i - 1], strict=True)]
-        part.context.step, part.context.samples = step, route.layouts[i].samples(wire.rank)
+            values = _resharded(route.forth[i - 1], values, f"step {step}: samples into {part.name}", recorder)
+            values = [v.requires_grad_(s.grad) for v, s in zip(values, route.specs[i - 1], strict=True)]
+        part.context.step, part.context.samples = step, route.layouts[i].samples(comm.rank)
         part.leaves, part.outputs = values, []
-        if wire.rank in part.ranks and part.runs(len(part.context.samples)):
+        if comm.rank in part.ranks and part.runs(len(part.context.samples)):
             start = time.perf_counter()
-            if wire.gaps is not None:
-                wire.gaps.end()
+            if comm.gaps is not None:
+                comm.gaps.end()
             part.forward()
-            if recorder is not None:
-                recorder.add(part.name, "forward", start)
-        if wire.gaps is not None and wire.rank not in parts[min(i + 1, len(parts) - 1)].ranks:
-            wire.gaps.begin(("forward", i))
-        kinds = route.settle(i, part.outputs, f"step {step}: shapes of {part.name}")
-        values = [o.detach() for o in part.outputs] or [k.empty(0, wire.device) for k in kinds]
+            recorder.add(part.name, "forward", start)
+        if comm.gaps is not None and comm.rank not in parts[min(i + 1, len(parts) - 1)].ranks:
+            comm.gaps.begin(("forward", i))
+        specs = route.settle(i, part.outputs, f"step {step}: shapes of {part.name}")
+        values = [o.detach() for o in part.outputs] or [s.empty(0, comm.device) for s in specs]
     return values
 
 
 def losses(route: Route, ends: list[Tensor], labels: object, loss: Loss, rank: int, total: Tensor) -> None:
     """Adds this rank's part of the loss to `total` and leaves the gradients in `ends`.
 
-    The sum of the samples' losses over the GLOBAL batch: how many samples a rank happens to have does not matter.
+    The loss is the sum over samples divided by the GLOBAL batch: how many samples a rank happens to have does not
+    matter.
     """
     rows = len(route.layouts[-1].samples(rank))
-    for end, kind in zip(ends, route.kinds[len(route.layouts) - 1], strict=True):
-        end.requires_grad_(kind.grad)
+    for end, spec in zip(ends, route.specs[len(route.layouts) - 1], strict=True):
+        end.requires_grad_(spec.grad)
     if not rows:
         return
     values = loss(*ends, labels)
@@ -120,55 +122,53 @@ def losses(route: Route, ends: list[Tensor], labels: object, loss: Loss, rank: i
 
 
 def backward(
-    wire: Wire, parts: Sequence[StagePart], route: Route, ends: list[Tensor], step: int, recorder: Recorder | None
+    comm: Communicator, parts: Sequence[StagePart], route: Route, ends: list[Tensor], step: int, recorder: SpanRecorder
 ) -> list[tuple[str, Reduction]]:
-    """Goes back through the parts; the sums of gradients that are still under way."""
+    """Goes back through the parts; returns the all-reduces of gradients, by part, that are still running."""
     grads: list[Tensor | None] = [e.grad for e in ends]
     pending: list[tuple[str, Reduction]] = []
     for i in reversed(range(len(parts))):
         part = parts[i]
         back: list[Tensor | None] = [None] * len(part.leaves)
         fresh: list[Tensor | None] = []
-        if wire.rank in part.ranks:
+        if comm.rank in part.ranks:
             fresh = [None] * len(part.parameters())
         if part.outputs:
             start = time.perf_counter()
-            if wire.gaps is not None:
-                wire.gaps.end()
+            if comm.gaps is not None:
+                comm.gaps.end()
             back, fresh = part.backward(grads)
-            if recorder is not None:
-                recorder.add(part.name, "backward", start)
+            recorder.add(part.name, "backward", start)
         if fresh:
             reduction = Reduction(part.parameters(), fresh, part.ranks)
             reduction.start(part.context)
             pending.append((part.name, reduction))
-            for work, nbytes in reduction.works if recorder is not None else ():
-                assert recorder is not None
+            for work, nbytes in reduction.works:
                 recorder.watch(work, f"gradients of {part.name}", nbytes)
-        if wire.gaps is not None and wire.rank not in parts[max(i - 1, 0)].ranks:
-            wire.gaps.begin(("backward", i))
+        if comm.gaps is not None and comm.rank not in parts[max(i - 1, 0)].ranks:
+            comm.gaps.begin(("backward", i))
         if i > 0:
-            rows = len(route.layouts[i].samples(wire.rank))
-            kinds = route.kinds[i - 1]
-            returning = [j for j, kind in enumerate(kinds) if kind.grad]
-            sent = [_or_zeros(back[j], kinds[j], rows, wire.device) for j in returning]
+            rows = len(route.layouts[i].samples(comm.rank))
+            specs = route.specs[i - 1]
+            returning = [j for j, spec in enumerate(specs) if spec.grad]
+            sent = [_or_zeros(back[j], specs[j], rows, comm.device) for j in returning]
             what = f"step {step}: gradients back from {part.name}"
-            got = _exchange(route.back[i - 1], sent, what, recorder) if sent else []
-            grads = [None] * len(kinds)
+            got = _resharded(route.back[i - 1], sent, what, recorder) if sent else []
+            grads = [None] * len(specs)
             for j, grad in zip(returning, got, strict=True):
                 grads[j] = grad
     return pending
 
 
-def _exchange(exchange: Exchange, values: list[Tensor], what: str, recorder: Recorder | None) -> list[Tensor]:
-    if recorder is not None:
-        exchange.meet(what)
-    start, before = time.perf_counter(), exchange.wire.moved_bytes
-    out = exchange(values, what)
-    if recorder is not None and exchange.takes_part:
-        recorder.add(what.partition(": ")[2], "communication", start, exchange.wire.moved_bytes - before)
+def _resharded(reshard: Reshard, values: list[Tensor], what: str, recorder: SpanRecorder) -> list[Tensor]:
+    if recorder.active:
+        reshard.meet(what)
+    start, before = time.perf_counter(), reshard.comm.moved_bytes
+    out = reshard(values, what)
+    if reshard.takes_part:
+        recorder.add(what.partition(": ")[2], "communication", start, nbytes=reshard.comm.moved_bytes - before)
     return out
 
 
-def _or_zeros(grad: Tensor | None, kind: Sketch, rows: int, device: torch.device) -> Tensor:
-    return kind.empty(rows, device).zero_() if grad is None else grad
+def _or_zeros(grad: Tensor | None, spec: RowSpec, rows: int, device: torch.device) -> Tensor:
+    return spec.empty(rows, device).zero_() if grad is None else grad

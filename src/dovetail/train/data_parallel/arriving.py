@@ -1,12 +1,12 @@
 """Parameters whose new values are still on their way, and gradients that no rank has whole.
 
-After a step each rank has updated its share of the parameters, and the rest arrives while the next forward pass runs.
-Until a parameter is whole its class is `Arriving`: the first use of its values, by a layer, by `state_dict()` or by any
-code that kept a reference, waits for exactly this parameter's bucket, and the class is `nn.Parameter` again. Asking for
-its shape, its gradient or its flags does not wait.
+After `optimizer.step()` each rank has updated its share of the parameters, and the rest arrives while the next forward
+pass runs. Until a parameter is whole its class is `Arriving`: the first use of its values, by a layer, by
+`state_dict()` or by any code that kept a reference, waits for this parameter's bucket and no other, and then the class
+is `nn.Parameter` again. Asking for its shape, its gradient or its flags does not wait.
 
 A gradient that was reduced and scattered leaves a `ScatteredGradient` in `.grad`: it can be set to None or to zero, as
-before the next step; whatever would compute with it gets one clear line instead of wrong numbers.
+usual between iterations; code that would compute with it gets one clear line instead of wrong numbers.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch import nn
 
 from dovetail.core.errors import Error
 
-from .lane import Ticket
+from .lane import LaneWork
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a parameter waits for."""
+    """The all-gather that brings a parameter's new values."""
 
-    ticket: Ticket
+    work: LaneWork
     index: int
     uses: list[tuple[int, float, float]] | None
-    """Where the first use is noted, if somebody asked: index, when it was, when it could go on."""
+    """Where to note the first use, if anybody asked: (index, when it began to wait, when it could go on)."""
 
 
 _arrivals: dict[int, Arrival] = {}
-"""By id of the parameter, while its class is `Arriving`."""
+"""Arrivals by id of the parameter, while its class is `Arriving`."""
 
 
-def _untouching() -> set[Any]:
-    """Whatever can be asked of a tensor without a look at its values."""
+def _without_values() -> set[Any]:
+    """Everything that can be asked of a tensor without reading its values."""
     getters = (
         *("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "output_nr"),
         *("is_sparse", "is_quantized", "is_cpu", "is_cuda", "is_meta", "is_nested", "_version", "retains_grad"),
@@ -57,21 +57,21 @@ def _untouching() -> set[Any]:
     return found | {torch.is_floating_point, torch.is_complex, torch.numel}
 
 
-UNTOUCHING = _untouching()
+WITHOUT_VALUES = _without_values()
 
 
 class Arriving(nn.Parameter):
-    """A parameter until its new values are there."""
+    """A parameter whose new values have not arrived yet."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if function in UNTOUCHING:
+        if function in WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if not _settle_in([*args, *kwargs.values()]):
-            for arrival in list(_arrivals.values()):  # it is out of our sight, so wait for all there are
-                arrival.ticket.wait()
+            for arrival in list(_arrivals.values()):  # the parameter is not among the arguments, so wait for all
+                arrival.work.wait()
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
@@ -98,7 +98,7 @@ def settle(parameter: nn.Parameter) -> None:
     arrival = _arrivals.get(id(parameter))
     if arrival is not None:
         before = time.perf_counter()
-        arrival.ticket.wait()
+        arrival.work.wait()
         if arrival.uses is not None:
             arrival.uses.append((arrival.index, before, time.perf_counter()))
         _arrivals.pop(id(parameter), None)
@@ -106,7 +106,7 @@ def settle(parameter: nn.Parameter) -> None:
 
 
 def _settle_in(values: Iterable[Any]) -> bool:
-    """Settles the parameters among these values and inside lists and dicts of them; whether there were any."""
+    """Settles the parameters among these values and in lists and dicts of them. True if there were any."""
     found = False
     for value in values:
         if isinstance(value, Arriving):
@@ -120,14 +120,14 @@ def _settle_in(values: Iterable[Any]) -> bool:
 
 
 class ScatteredGradient(torch.Tensor):
-    """Stands in `.grad` for a gradient of which every rank has its share only. Takes no memory."""
+    """Stands in `.grad` for a gradient of which every rank has only its share. Takes no memory."""
 
     of: str
     zero: Callable[[], None]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if function in UNTOUCHING or function is torch.Tensor.detach_:
+        if function in WITHOUT_VALUES or function is torch.Tensor.detach_:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         if function is torch.Tensor.zero_:
@@ -147,7 +147,7 @@ class ScatteredGradient(torch.Tensor):
 
 
 def stand_in(name: str, parameter: nn.Parameter, zero: Callable[[], None]) -> ScatteredGradient:
-    """What stands in `.grad` of this parameter; `zero` is called when somebody sets it to zero."""
+    """A stand-in for `.grad` of this parameter; `zero` is called when it is set to zero."""
     empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     made: ScatteredGradient = empty.as_subclass(ScatteredGradient)
     made.of, made.zero = name, zero

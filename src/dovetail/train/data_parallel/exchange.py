@@ -1,14 +1,15 @@
 """The exchange of gradients and parameters: reduce-scatter behind backward, all-gather behind the next forward.
 
-A forward pass arms the exchange. In backward every gradient that becomes ready is copied to its place in its bucket;
-when a bucket is full and all before it have left, its reduce-scatter is queued on the lane, so on all ranks in the same
-order. The optimiser waits for the buckets one by one, updates this rank's pieces and calls `gather`: the all-gathers
-are queued in the order in which the next forward pass needs them, and every parameter is `Arriving` until then.
+A forward pass arms the exchange. In backward every gradient that becomes ready is copied to its place in its bucket.
+When a bucket is full and all buckets before it are queued, its reduce-scatter is queued on the lane; so the order is
+the same on all ranks. The optimiser waits for the buckets one by one, updates this rank's pieces and calls `gather`:
+the all-gathers are queued in the order in which the next forward pass needs them, and every parameter is `Arriving`
+until its new values are there.
 
 What a gradient is follows torch: without `zero_grad` passes add up; a pass inside `no_sync` stays on its rank until the
-next that synchronises; None means that the optimiser leaves the parameter alone. Where torch would add a rank's own
-gradient to a reduced one that was not zeroed, they stay apart: the one is in the shares, the other is kept beside them
-until the next pass sends it, and a stand-in in `.grad` hears what becomes of both.
+next pass that synchronises; None means that the optimiser leaves the parameter alone. Where torch would add a rank's
+own gradient to a reduced one that was not zeroed, the two stay apart here: the reduced one is in the shares, the rank's
+own one is kept beside them until the next pass sends it, and a stand-in in `.grad` notices when either is zeroed.
 """
 
 from __future__ import annotations
@@ -25,39 +26,40 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from dovetail.core.errors import Error
+from dovetail.core.timeline import SpanKind
 from dovetail.train.integrations import keep
+from dovetail.train.recording import SpanRecorder
 
 from . import ring
 from .arriving import Arrival, ScatteredGradient, expect, settle, stand_in
-from .lane import Lane, Ticket
-from .shard_layout import Bucket, lay_out
+from .lane import CommunicationLane, LaneWork
+from .shard_layout import ShardedBucket, lay_out
 
 if TYPE_CHECKING:
-    from .forward_record import Recording
-    from .forward_tuner import Planner
+    from .forward_tuner import ForwardTuner
 
 
 @dataclass(eq=False)
-class Slot:
-    """What is known of one parameter."""
+class GradientSlot:
+    """The state of one parameter's gradient on this rank."""
 
     name: str
     parameter: nn.Parameter
     scattered: ScatteredGradient
-    """Stands in `.grad` while the shares hold a gradient."""
+    """Stand-in for `.grad` while the shares hold the gradient."""
     mixed: ScatteredGradient
-    """Stands in `.grad` while they do and `own` is still to be added."""
+    """Stand-in for `.grad` while the shares hold a gradient and `own` is still to be added to it."""
     own: torch.Tensor | None = None
-    """What this rank alone has added to the gradient in the shares."""
-    bucket: Bucket | None = None
+    """This rank's own gradient, not yet added to the one in the shares."""
+    bucket: ShardedBucket | None = None
     ready: bool = False
-    """Its gradient of this pass is in the bucket."""
+    """The gradient of this pass is in the bucket."""
     used: bool = False
-    """It got a gradient in a pass that did not synchronise, since the last one that did."""
+    """The parameter got a gradient in a pass that did not synchronise, since the last pass that did."""
     stands: bool = False
-    """The shares held a gradient when the gradient that is being added came."""
+    """The shares held a gradient when the one that is being added came."""
     carried: bool = False
-    """What the share holds was not zeroed: the next gradient is added to it."""
+    """The gradient in the share was not zeroed: the next one is added to it."""
 
 
 class Exchange:
@@ -68,6 +70,7 @@ class Exchange:
         named: Sequence[tuple[str, nn.Parameter]],
         group: dist.ProcessGroup,
         *,
+        name: str,
         find_unused: bool,
         order: Sequence[int],
         cuts: Sequence[int],
@@ -76,43 +79,43 @@ class Exchange:
         keep(self.group)
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self.device = named[0][1].device
-        self.lane = Lane(self.device, self.group, ring.patience(self.group))
+        self.lane = CommunicationLane(self.device, self.group, ring.patience(self.group))
         self.find_unused = find_unused
         self.watching = False
-        """Whether to note when gradients become ready and when parameters are first used."""
+        """The tuner wants to know when gradients become ready and when parameters are first used."""
         self.stamps: list[tuple[int, float]] = []
-        """(index, time.perf_counter()) of gradients as they became ready in the last pass."""
+        """(index of the parameter, time.perf_counter()) of gradients as they became ready in the last pass."""
         self.uses: list[tuple[int, float, float]] = []
-        """First uses of what the step before the last sent (see Arrival)."""
+        """First uses of the parameters that the iteration before the last one sent (see `Arrival.uses`)."""
         self._coming_uses: list[tuple[int, float, float]] = []
         self.forward_span = (0.0, 0.0)
-        """The last forward pass that armed the exchange, by time.perf_counter()."""
+        """Start and end of the last forward pass that armed the exchange, by time.perf_counter()."""
         self.updating = 0.0
-        """Seconds that the optimiser took in the last step, without waiting."""
-        self.planner: Planner | None = None
-        self.recording: Recording | None = None
+        """Seconds that the optimiser took in the last iteration, without waiting."""
+        self.tuner: ForwardTuner | None = None
+        self.recorder = SpanRecorder(name, self.rank)
         self._flags: torch.Tensor | None = None
-        self._flagging: Ticket | None = None
+        self._flagging: LaneWork | None = None
         self._armed = self._begun = False
         self._next = 0
-        us = weakref.ref(self)
-        self.slots: list[Slot] = []
+        held = weakref.ref(self)
+        self.slots: list[GradientSlot] = []
         self._handles = []
         self._nodes: list[Node] = []
-        """What adds to `.grad` of each parameter; torch makes another, without our hooks, if nobody holds it."""
-        for index, (name, parameter) in enumerate(named):
-            scattered, mixed = (stand_in(name, parameter, _later(us, "_zero", index)) for _ in range(2))
-            self.slots.append(Slot(name, parameter, scattered, mixed))
-            # Not a hook of the parameter: torch.autograd.grad calls those too, and adds nothing to `.grad`.
+        """Autograd's node that adds to `.grad` of each parameter: held, or torch makes another without our hooks."""
+        for index, (parameter_name, parameter) in enumerate(named):
+            scattered, mixed = (stand_in(parameter_name, parameter, _weakly(held, "_zero", index)) for _ in range(2))
+            self.slots.append(GradientSlot(parameter_name, parameter, scattered, mixed))
+            # Not a hook of the parameter: torch.autograd.grad calls those too and adds nothing to `.grad`.
             adding = get_gradient_edge(parameter).node
             self._nodes.append(adding)
-            self._handles.append(adding.register_prehook(_later(us, "_before", index)))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_later(us, "_after", index)))
+            self._handles.append(adding.register_prehook(_weakly(held, "_before", index)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_weakly(held, "_after", index)))
         self.index = {id(p): i for i, (_, p) in enumerate(named)}
         self.lay_out(order, cuts)
 
     def lay_out(self, order: Sequence[int], cuts: Sequence[int]) -> None:
-        """Makes new buckets of the same parameters, with shares of zero. All ranks do it at the same point."""
+        """Makes new buckets of the same parameters; the shares are zero. All ranks do it at the same point."""
         self.settle()
         with torch.no_grad():
             parameters = [s.parameter for s in self.slots]
@@ -121,10 +124,10 @@ class Exchange:
             for i in bucket.members:
                 self.slots[i].bucket = bucket
         self.needed = [b.number for b in reversed(self.buckets)]
-        """Buckets in the order in which forward needs them."""
+        """Numbers of the buckets in the order in which forward needs them."""
 
     def arm(self) -> None:
-        """A forward pass begins whose backward pass synchronises gradients."""
+        """Called when a forward pass begins whose backward pass synchronises gradients."""
         if self._begun and self._armed:
             self._complete()
         for _ in self._waited_for():
@@ -136,15 +139,15 @@ class Exchange:
         self.stamps = []
         self._armed, self._begun, self._next = True, False, 0
 
-    def reduced(self) -> Iterator[Bucket]:
-        """The buckets in the order of their reduction, each when this rank has its share of the gradients."""
+    def reduced(self) -> Iterator[ShardedBucket]:
+        """Yields the buckets in the order of their reduction, each once this rank has its share of the gradients."""
         if self._armed and (self._begun or self.find_unused):
             self._complete()
         return self._waited_for()
 
-    def _waited_for(self) -> Iterator[Bucket]:
+    def _waited_for(self) -> Iterator[ShardedBucket]:
         if self._flags is not None:
-            self._learn_who_was_used()
+            self._learn_which_were_used()
         for bucket in self.buckets:
             if bucket.reducing is not None:
                 bucket.reducing.wait()
@@ -152,15 +155,14 @@ class Exchange:
             yield bucket
 
     def gather(self) -> None:
-        """Sends this rank's new values to the others and takes theirs, behind whatever comes next."""
+        """Queues the all-gathers of the new values, which run behind whatever comes next."""
         self._check_places()
         torch.autograd.graph.increment_version([s.parameter for s in self.slots])
         self.uses, self._coming_uses = self._coming_uses, []
-        uses = self._coming_uses if self.watching else None
+        uses = self._coming_uses if self._stamping else None
         for number in self.needed:
             bucket = self.buckets[number]
-            job = _gather(bucket, self.group)
-            gathering = self._submit("all-gather", bucket, job)
+            gathering = self._submit("all-gather", bucket, _gather(bucket, self.group))
             for i in bucket.members:
                 expect(self.slots[i].parameter, Arrival(gathering, i, uses))
 
@@ -170,23 +172,23 @@ class Exchange:
             settle(slot.parameter)
 
     def after_step(self, began: float) -> None:
-        """Called when a step is over, on all ranks at the same point: planning happens here."""
-        if self.recording is not None:
-            self.recording.after_step(began, time.perf_counter())
-        if self.planner is not None:
-            self.planner.after_step()
+        """Called at the end of `optimizer.step()`, on all ranks at the same point: planning happens here."""
+        if self.recorder.active:
+            self._record_iteration(began, time.perf_counter())
+        if self.tuner is not None:
+            self.tuner.after_step()
 
     def has_gradient(self, index: int) -> bool:
-        """Whether the optimiser is to update this parameter, by torch's rule."""
+        """Whether the optimiser must update this parameter, by torch's rule."""
         slot = self.slots[index]
         return slot.parameter.grad is slot.scattered
 
-    def communicate(self, what: str, job: Callable[[], None]) -> None:
-        """Runs something on the lane, behind all that is queued, and waits for it."""
-        self.lane.submit(what, job).wait()
+    def communicate(self, what: str, run: Callable[[], None]) -> None:
+        """Runs a function on the lane, behind all that is queued, and waits for it."""
+        self.lane.submit(what, run).wait()
 
     def _before(self, index: int) -> None:
-        """A gradient is about to be added to `.grad`: what stands there for the shares makes room."""
+        """A gradient is about to be added to `.grad`: a stand-in there makes room for it."""
         slot = self.slots[index]
         gradient = slot.parameter.grad
         slot.stands = gradient is slot.scattered or gradient is slot.mixed
@@ -195,7 +197,7 @@ class Exchange:
         slot.own = None
 
     def _after(self, index: int) -> None:
-        """`.grad` holds this rank's gradient."""
+        """A gradient was added: `.grad` holds this rank's gradient."""
         slot = self.slots[index]
         gradient = slot.parameter.grad
         assert gradient is not None
@@ -211,12 +213,12 @@ class Exchange:
         slot.ready = self._begun = True
         assert slot.bucket is not None
         slot.bucket.missing -= 1
-        if self.watching:
+        if self._stamping:
             self.stamps.append((index, time.perf_counter()))
         self._launch()
 
     def _take(self, index: int, gradient: torch.Tensor) -> None:
-        """Puts this rank's gradient into its bucket; from here on the shares have it."""
+        """Puts this rank's gradient into its bucket; from here on it belongs to the shares."""
         slot = self.slots[index]
         bucket = slot.bucket
         assert bucket is not None
@@ -227,7 +229,7 @@ class Exchange:
         slot.parameter.grad, slot.own = slot.scattered, None
 
     def _launch(self) -> None:
-        """Queues every bucket that is full, in order."""
+        """Queues the reduce-scatter of every full bucket, in order."""
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             kept = {p.index for p in bucket.pieces if self.slots[p.index].carried}
@@ -245,17 +247,35 @@ class Exchange:
             for slot in self.slots:
                 slot.used = False
 
-    def _submit(self, what: str, bucket: Bucket, job: Callable[[], None]) -> Ticket:
-        ticket = self.lane.submit(f"the {what} of bucket {bucket.number}", job)
-        if self.recording is not None:
-            nbytes = bucket.values.numel() * bucket.values.element_size()
-            self.recording.sent(f"{what} {bucket.number}", nbytes, ticket)
-        return ticket
+    def _submit(self, what: str, bucket: ShardedBucket, run: Callable[[], None]) -> LaneWork:
+        work = self.lane.submit(f"the {what} of bucket {bucket.number}", run)
+        nbytes = bucket.values.numel() * bucket.values.element_size()
+        self.recorder.add_queued(f"{what} {bucket.number}", nbytes, work)
+        return work
+
+    @property
+    def _stamping(self) -> bool:
+        return self.watching or self.recorder.active
+
+    def _record_iteration(self, began: float, ended: float) -> None:
+        """Records the last forward and backward pass, and the optimiser's step from `began` to `ended`."""
+        at, forward_end = self.forward_span
+        spans: list[tuple[str, SpanKind, float, float]] = []
+        for index, before, after in self.uses:
+            if at <= before <= after <= forward_end:
+                spans.append(("forward", "forward", at, before))
+                spans.append((f"wait for {self.slots[index].name}", "wait", before, after))
+                at = after
+        spans.append(("forward", "forward", at, forward_end))
+        spans.append(("backward", "backward", forward_end, max((t for _, t in self.stamps), default=forward_end)))
+        for name, kind, start, stop in [*spans, ("optimizer", "optimizer", began, ended)]:
+            if stop > start:
+                self.recorder.add(name, kind, start, stop)
 
     def _complete(self) -> None:
-        """Backward is over, and some parameters got no gradient in it on this rank.
+        """Queues the remaining buckets after a backward pass in which some parameters got no gradient on this rank.
 
-        As with torch, the others get from here what earlier passes inside `no_sync` have left, or else zeros.
+        As in torch, the other ranks get what earlier passes inside `no_sync` have left of them here, or else zeros.
         """
         unused = []
         for bucket in self.buckets[self._next :]:
@@ -277,12 +297,12 @@ class Exchange:
         self._launch()
         if unused and not self.find_unused:
             raise Error(
-                f"overlap: {unused[0]!r} and {len(unused) - 1} other parameters got no gradient in this step: "
-                "wrap the model with find_unused_parameters=True if that is meant"
+                f"overlap: {unused[0]!r} and {len(unused) - 1} other parameters got no gradient in this iteration: "
+                "wrap the model with find_unused_parameters=True if that is intended"
             )
 
-    def _learn_who_was_used(self) -> None:
-        """A parameter that some rank used has a gradient on every rank, as in torch."""
+    def _learn_which_were_used(self) -> None:
+        """Gives a parameter that some rank used a gradient on every rank, as torch does."""
         assert self._flags is not None and self._flagging is not None
         self._flagging.wait()
         for slot, used in zip(self.slots, self._flags.tolist(), strict=False):
@@ -291,6 +311,7 @@ class Exchange:
         self._flags = None
 
     def _zero(self, index: int) -> None:
+        """A stand-in was set to zero: zeroes this rank's share of the gradient."""
         slot = self.slots[index]
         bucket = slot.bucket
         assert bucket is not None
@@ -303,6 +324,7 @@ class Exchange:
             slot.parameter.grad, slot.own = slot.scattered, None
 
     def _check_places(self) -> None:
+        """Refuses parameters that no longer are views of their bucket."""
         for bucket in self.buckets:
             for i, pointer in bucket.pointers.items():
                 if self.slots[i].parameter.data_ptr() != pointer:
@@ -312,17 +334,17 @@ class Exchange:
                     )
 
 
-def _later(us: weakref.ref[Exchange], method: str, index: int) -> Callable[..., None]:
-    # Parameters hold their hooks: hooks that held us would keep the model for ever.
+def _weakly(held: weakref.ref[Exchange], method: str, index: int) -> Callable[..., None]:
+    # Parameters hold their hooks: hooks that held the exchange would keep the model for ever.
     def call(*_: Any) -> None:
-        if (exchange := us()) is not None:
+        if (exchange := held()) is not None:
             getattr(exchange, method)(index)
 
     return call
 
 
-def _reduce(bucket: Bucket, kept: set[int], group: dist.ProcessGroup) -> Callable[[], None]:
-    def job() -> None:
+def _reduce(bucket: ShardedBucket, kept: set[int], group: dist.ProcessGroup) -> Callable[[], None]:
+    def run() -> None:
         mine = ring.reduce_scatter(bucket.gradients, group)
         if not kept:
             bucket.share.copy_(mine)
@@ -332,10 +354,10 @@ def _reduce(bucket: Bucket, kept: set[int], group: dist.ProcessGroup) -> Callabl
                 piece.gradient.zero_()
         bucket.share.add_(mine)
 
-    return job
+    return run
 
 
-def _gather(bucket: Bucket, group: dist.ProcessGroup) -> Callable[[], None]:
+def _gather(bucket: ShardedBucket, group: dist.ProcessGroup) -> Callable[[], None]:
     mine = bucket.mine(group.rank())
     return lambda: ring.all_gather(mine, bucket.values, group)
 

@@ -1,8 +1,7 @@
-"""DistributedDataParallel whose communication hides behind the forward pass too."""
+"""overlap="forward": DistributedDataParallel whose communication hides behind the next forward pass too."""
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,26 +13,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.plan import MIB, Plan
 from dovetail.train.integrations import keep
+from dovetail.train.recording import Recording
 
 from .exchange import Exchange
-from .forward_record import Recording
-from .forward_tuner import Planner
-from .module import PLAN_VARIABLE, DistributedDataParallel, compiled
-from .trial_report import Report
-from .trials import Tuning
+from .forward_tuner import ForwardTuner
+from .module import DistributedDataParallel, check_fit, compiled, plan_to_use
+from .trials import Tuning, TuningReport
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
 
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
-"""Bytes of buckets before anything was measured: torch's own sizes."""
+"""Sizes of buckets in bytes before anything was measured: torch's own."""
 
 
-class ForwardOverlap(DistributedDataParallel):
+class ForwardOverlap(DistributedDataParallel, overlap="forward"):
     """What `dovetail.DistributedDataParallel(model, overlap="forward")` makes.
 
     Instead of one all-reduce per bucket there are two halves: a reduce-scatter in backward as soon as the bucket's
@@ -51,11 +48,9 @@ class ForwardOverlap(DistributedDataParallel):
         overlap: Literal["forward"] | None = "forward",
         **kwargs: Any,
     ) -> None:
-        asked = os.environ.get(PLAN_VARIABLE, "")
-        if plan == "auto" and asked:
-            plan = None if asked == "off" else files.read(asked, Plan)
+        plan = plan_to_use(plan)
         _check_arguments(module, plan, kwargs)
-        kwargs.pop("static_graph", None)  # a promise that helps torch's reducer, of which there is none here
+        kwargs.pop("static_graph", None)  # a promise to torch's reducer, which is not built here
         self._reduced, self._reduced_names = None, None
         TorchDDP.__init__(self, module, *args, **kwargs)
         keep(self.process_group)
@@ -68,38 +63,39 @@ class ForwardOverlap(DistributedDataParallel):
         _check_agreement(
             (plan, tuning or Tuning(), _cap(kwargs), bool(self.find_unused_parameters)), self.process_group
         )
-        order = list(reversed(range(len(named))))  # as torch guesses, until backward has shown its order
+        order = list(reversed(range(len(named))))  # as torch assumes until backward has shown its order
         cuts = by_size([_size(named[i][1]) for i in order], _cap(kwargs))
         if isinstance(plan, Plan):
             order, cuts = _stored(plan, named)
         self.exchange = Exchange(
             named,
             self.process_group,
+            name=type(module).__name__,
             find_unused=bool(self.find_unused_parameters),
             order=order,
             cuts=cuts,
         )
-        self._planned = plan == "auto" and self.exchange.ranks > 1
+        self._plans = plan == "auto" and self.exchange.ranks > 1
         self._tuning = tuning or Tuning()
-        reason = "the optimiser is not wrapped with dovetail.optimizer yet" if self._planned else "planning is off"
+        reason = "the optimiser is not wrapped with dovetail.optimizer yet" if self._plans else "planning is off"
         stored = plan if isinstance(plan, Plan) else None
-        self._report = Report(state="off", overlap="forward", reason=reason, plan=stored)
+        self._report = TuningReport(state="off", overlap="forward", reason=reason, plan=stored)
 
     @property
     def optimizer(self) -> ShardedOptimizer | None:
-        """The optimiser that updates this model, once there is one."""
+        """The optimiser that updates this model, once it was wrapped with `dovetail.optimizer`."""
         return self._optimizer() if self._optimizer is not None else None
 
     def attach(self, optimizer: ShardedOptimizer) -> None:
-        """Called by `dovetail.optimizer`: from here on planning can begin."""
+        """Called by `dovetail.optimizer`; planning begins with the next iteration."""
         self._optimizer = weakref.ref(optimizer)
-        if self._planned:
+        if self._plans:
             name = type(self.module).__name__
-            self.exchange.planner = Planner(self.exchange, optimizer, self.process_group, name, self._tuning)
+            self.exchange.tuner = ForwardTuner(self.exchange, optimizer, self.process_group, name, self._tuning)
 
     @property
-    def report(self) -> Report:
-        return self.exchange.planner.report if self.exchange.planner is not None else self._report
+    def report(self) -> TuningReport:
+        return self.exchange.tuner.report if self.exchange.tuner is not None else self._report
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         synchronises = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
@@ -126,19 +122,23 @@ class ForwardOverlap(DistributedDataParallel):
         self.register_comm_hook(None, lambda *_: None)
 
     def join(self, *_: Any, **__: Any) -> Any:
-        raise Error("overlap: ranks with uneven inputs (`join`) do not step together; give every rank as many batches")
+        raise Error(
+            "overlap: ranks with uneven inputs (`join`) do not iterate together; give every rank as many batches"
+        )
 
     @contextmanager
-    def record(self) -> Iterator[Recording]:  # type: ignore[override]
-        """Records the steps inside the block as a Timeline of this rank: `recording.timeline()`."""
-        planner = self.exchange.planner
-        if planner is not None and planner.active:
+    def record(self) -> Iterator[Recording]:
+        """Records the iterations inside the block as a Timeline of this rank: `recording.timeline()`.
+
+        Each iteration gives spans of its forward pass and its waits for parameters, its backward pass and the
+        optimiser, and one span for each reduce-scatter and all-gather. Recordings can be nested: an inner one has its
+        own iterations, the outer one has all.
+        """
+        tuner = self.exchange.tuner
+        if tuner is not None and tuner.active:
             raise Error("record: planning is still going on; record when `report.state` is 'done', or use plan=None")
-        recording = Recording(self.exchange, type(self.module).__name__)
-        try:
+        with self.exchange.recorder.record() as recording:
             yield recording
-        finally:
-            recording.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise Error(
@@ -146,13 +146,13 @@ class ForwardOverlap(DistributedDataParallel):
         )
 
     def _ddp_init_helper(self, *_: Any) -> None:
-        """torch would build its reducer here."""
+        """Takes the place of the method that builds torch's reducer: there is none here."""
         self.reducer = None  # type: ignore[assignment]
         self._passing_sync_batchnorm_handle(self.module)
 
 
 def by_size(sizes: list[int], cap: int) -> list[int]:
-    """Ends of buckets of about `cap` bytes each, the first smaller, so that communication starts early."""
+    """Ends of buckets of about `cap` bytes each; the first is smaller, so that communication starts early."""
     cuts, held, limit = [], 0, min(FIRST_BUCKET, cap)
     for end, size in enumerate(sizes, 1):
         held += size
@@ -172,16 +172,9 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def _stored(plan: Plan, named: list[tuple[str, nn.Parameter]]) -> tuple[list[int], list[int]]:
-    """The parameters in the order of a stored plan, and where its buckets end."""
+    """(indices of the parameters in the order of a stored plan, ends of its buckets)."""
+    check_fit(plan, dict(named))
     index = {name: i for i, (name, _) in enumerate(named)}
-    if set(index) != set(plan.tensors):
-        odd = sorted(set(index) ^ set(plan.tensors))[0]
-        where = "the model" if odd in index else "the plan"
-        raise Error(f"plan for {plan.profile!r} does not fit this model: parameter {odd!r} is only in {where}")
-    if plan.bytes != (size := sum(_size(p) for _, p in named)):
-        raise Error(
-            f"plan for {plan.profile!r} does not fit this model: expected {plan.bytes} bytes of parameters, got {size}"
-        )
     return [index[name] for name in plan.tensors], [b.stop for b in plan.buckets]
 
 
@@ -211,11 +204,11 @@ def _check_arguments(module: nn.Module, plan: object, kwargs: dict[str, Any]) ->
 
 
 def _check_agreement(mine: object, group: dist.ProcessGroup) -> None:
-    """Ranks that were told different things would wait for each other for ever."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
-    for rank, theirs in enumerate(said):
-        if theirs != said[0]:
+    """Refuses arguments that differ among ranks: these would wait for each other for ever."""
+    given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, mine, group=group)
+    for rank, theirs in enumerate(given):
+        if theirs != given[0]:
             raise Error(
                 "plan, tuning, bucket_cap_mb, find_unused_parameters: expected the same on all ranks, but rank "
                 f"{rank} was given others than rank 0"

@@ -1,10 +1,10 @@
 """Finds the best buckets for a model with overlap="forward" while it trains.
 
-As `train.tuner` for plain merging, with both directions in view: `Planner._tell` is handed one finished step at a time.
-It watches when gradients become ready and when forward first uses each parameter, measures what the two halves of an
-all-reduce cost, plans, tries the candidates in turn and keeps the fastest. Everything ranks must do together happens at
-the end of `optimizer.step()`, where all of them stand at the same point of the same program. A new plan moves the
-parameters, and the optimiser's state with them, to new buckets.
+As tuner.py for merging behind backward, with both passes in view: `ForwardTuner._phases` is handed one finished
+iteration at a time. It watches when gradients become ready and when forward first uses each parameter, measures what
+the two halves of an all-reduce cost, plans, tries the candidates in turn and keeps the fastest. Everything that ranks
+must do together happens at the end of `optimizer.step()`, where all of them are at the same point of the same program.
+A new plan moves the parameters, and the optimiser's state with them, to new buckets.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch.distributed as dist
 
+from dovetail import measure, planning
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
@@ -26,9 +27,8 @@ from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 from dovetail.train import agree
 
 from .exchange import Exchange
-from .halves import halves
-from .trial_report import Report, Trial
-from .trials import Tuning, compete, exactly, ready_gaps
+from .ring import halves
+from .trials import Trial, Tuning, TuningReport, compete, exactly, ready_gaps
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
@@ -37,23 +37,23 @@ log = logging.getLogger("dovetail")
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step, in seconds."""
+class OverlappedIteration:
+    """One iteration as this rank saw it; times in seconds."""
 
     period: float
     """From the end of one `optimizer.step()` to the end of the next."""
     forward: float
-    """The pass that synchronises, without what it waited for parameters."""
+    """Duration of the forward pass that synchronises, without its waits for parameters."""
     ready: dict[int, float]
-    """When each gradient was ready, after the end of forward; in that order."""
+    """Seconds from the end of forward until each gradient was ready, by index of the parameter, in that order."""
     used: dict[int, float]
-    """When forward first used each parameter, after its start, without what it had waited by then."""
+    """Seconds from the start of forward to the first use of each parameter, without the waits before it."""
     update: float
-    """The optimiser on this rank's pieces."""
+    """Duration of the optimiser on this rank's pieces."""
 
 
-class Planner:
-    """Drives one model from its first step to the buckets it keeps."""
+class ForwardTuner:
+    """Drives one model from its first iteration to the buckets it keeps."""
 
     def __init__(
         self, exchange: Exchange, optimizer: ShardedOptimizer, group: dist.ProcessGroup, name: str, tuning: Tuning
@@ -61,7 +61,7 @@ class Planner:
         self._exchange, self._group, self._name, self._tuning = exchange, group, name, tuning
         self._optimizer = weakref.ref(optimizer)
         parameters = [s.parameter for s in exchange.slots]
-        self.report = Report(
+        self.report = TuningReport(
             state="measuring",
             overlap="forward",
             workers=exchange.ranks,
@@ -70,8 +70,8 @@ class Planner:
         )
         self._last = time.perf_counter()
         exchange.watching = True
-        self._story = self._tell()
-        next(self._story)
+        self._course = self._phases()
+        next(self._course)
 
     @property
     def active(self) -> bool:
@@ -83,18 +83,18 @@ class Planner:
             return
         self.report = replace(self.report, steps=self.report.steps + 1)
         try:
-            self._story.send(self._seen())
+            self._course.send(self._seen())
         except StopIteration:
             pass
         except Error as e:
             self._stop(str(e))
-        except BaseException as e:  # Ctrl-C, a lost rank: it goes on to the user
+        except BaseException as e:  # Ctrl-C, a lost rank: the user gets it
             self._stop(f"it was interrupted by {type(e).__name__}")
             raise
         self._exchange.watching = self.report.state == "measuring"
         self._last = time.perf_counter()
 
-    def _seen(self) -> Step:
+    def _seen(self) -> OverlappedIteration:
         exchange = self._exchange
         began, ended = exchange.forward_span
         used, waited = {}, 0.0
@@ -102,7 +102,7 @@ class Planner:
             if began <= before <= ended:
                 used[index] = before - began - waited
                 waited += after - before
-        return Step(
+        return OverlappedIteration(
             period=time.perf_counter() - self._last,
             forward=ended - began - waited,
             ready={i: t - ended for i, t in exchange.stamps if t >= ended},
@@ -115,16 +115,16 @@ class Planner:
         if self._exchange.rank == 0:
             log.warning("dovetail: planning is off: %s", reason)
 
-    def _tell(self) -> Generator[None, Step, None]:
+    def _phases(self) -> Generator[None, OverlappedIteration, None]:
         tuning = self._tuning
         for _ in range(tuning.warmup):
             yield
-        steps = []
+        seen = []
         for _ in range(tuning.measure):
-            steps.append((yield))
-        order, profile = self._profile(steps)
+            seen.append((yield))
+        order, profile = self._profile(seen)
         device = self._exchange.device
-        updating = agree.largest([float(np.median([s.update for s in steps]))], self._group, device)[0]
+        updating = agree.largest([float(np.median([s.update for s in seen]))], self._group, device)[0]
         network = self._network(profile)
         plans, alternative = self._plans(profile, network, updating)
         self.report = replace(
@@ -141,7 +141,7 @@ class Planner:
             self._group,
             device,
             use=lambda i: self._use(order, plans[i]),
-            seconds=lambda step: step.period,
+            seconds=lambda iteration: iteration.period,
             tell=self._tried,
         )
         self._use(order, plans[kept])
@@ -154,21 +154,21 @@ class Planner:
 
     def _use(self, order: list[int], plan: Plan) -> None:
         optimizer = self._optimizer()
-        assert optimizer is not None, "somebody is stepping it"
+        assert optimizer is not None, "its step() is running"
         cuts = [b.stop for b in plan.buckets]
         now = self._exchange.buckets
         members = [order[b.start : b.stop] for b in plan.buckets]
         if [list(b.members) for b in now] != members:
             optimizer.move(order, cuts)
 
-    def _profile(self, steps: list[Step]) -> tuple[list[int], Profile]:
-        """Times all ranks agree on: the first rank's order, the slowest rank's times."""
+    def _profile(self, seen: list[OverlappedIteration]) -> tuple[list[int], Profile]:
+        """Times that all ranks agree on: the first rank's order, the slowest rank's times."""
         group, exchange = self._group, self._exchange
-        order, usable, gaps = ready_gaps([s.ready for s in steps], len(exchange.slots), group, exchange.device)
-        steps = [steps[n] for n in usable]
-        forward = float(np.quantile([s.forward for s in steps], 0.25))
-        # What was not seen used counts as used at once, the earliest that can be.
-        used = [min(forward, float(np.median([s.used.get(i, 0.0) for s in steps]))) for i in order]
+        order, usable, gaps = ready_gaps([s.ready for s in seen], len(exchange.slots), group, exchange.device)
+        seen = [seen[n] for n in usable]
+        forward = float(np.quantile([s.forward for s in seen], 0.25))
+        # A parameter whose use was not seen counts as used at once, the earliest possible time.
+        used = [min(forward, float(np.median([s.used.get(i, 0.0) for s in seen]))) for i in order]
         forward, *rest = agree.largest([forward, *gaps, *used], group, exchange.device)
         ready, used = np.cumsum(rest[: len(order)]), rest[len(order) :]
         turn = sorted(range(len(order)), key=lambda k: used[k])
@@ -195,7 +195,7 @@ class Planner:
             )
             for k, i in enumerate(order)
         )
-        source = f"{len(steps)} training steps; one layer for each parameter, from its first use on"
+        source = f"{len(seen)} training iterations; one layer for each parameter, from its first use on"
         device = str(exchange.device)
         return order, Profile(name=self._name, device=device, source=source, batch=1, layers=layers, tensors=tensors)
 
@@ -204,10 +204,8 @@ class Planner:
         return parameter.numel() * parameter.element_size()
 
     def _network(self, profile: Profile) -> Network:
-        from dovetail import measure
-
         exchange = self._exchange
-        exchange.settle()  # the lane is idle, on every rank, once the first collective below is over
+        exchange.settle()  # so the lane is idle on every rank once the first collective below is over
         return measure.network(
             self._group,
             max_bytes=max(1024, min(profile.parameter_bytes, 32 * 2**20)),
@@ -218,9 +216,7 @@ class Planner:
         )
 
     def _plans(self, profile: Profile, network: Network, updating: float) -> tuple[list[Plan], float]:
-        """The bucketings to try, torch's sizes first, and what plain merging is predicted to take."""
-        from dovetail import planning
-
+        """(the bucketings to try, torch's sizes first; predicted iteration of plain merging in seconds)."""
         answer: tuple[list[Plan], float] | str = ""
         if self._exchange.rank == 0:
             try:
@@ -228,7 +224,7 @@ class Planner:
                 found = planning.candidates(profile, network, count=count, overlap="forward", optimizer=updating)
                 plain = planning.plan(profile, network).prediction.iteration + updating * self._exchange.ranks
                 answer = (found, plain)
-            except Exception as e:  # whatever it is, all ranks must hear of it
+            except Exception as e:  # whatever it is, all ranks must learn of it
                 answer = f"no plan could be made: {e}"
         answer = agree.from_first(answer, self._group, self._exchange.device)
         if isinstance(answer, str):

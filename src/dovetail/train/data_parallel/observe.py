@@ -1,42 +1,52 @@
-"""Watches the steps of a DDP module from outside: when forward ran, when each gradient was ready, when all were sent.
+"""Watches the iterations of a DDP module from outside: when forward ran, when each gradient was ready and reduced.
 
-A step here is a forward pass followed by a backward pass that synchronises gradients. Which one does is torch's rule:
-a forward pass with gradients and outside `no_sync` arms the reducer, the next backward pass reduces and disarms it. So
-evaluation in between, on one rank only perhaps, and further backward passes do not count. The end of a step is a place
-where every rank stands at the same point of the same program: inside `backward()`, after the reducer has finished and
-before any code of the user's. What all ranks must do together (measure the network, agree on a plan) is done there, so
-it can never cross a collective of the user's.
+An iteration here is a forward pass followed by a backward pass that synchronises gradients. Which passes count is
+torch's rule: a forward pass with gradients and outside `no_sync` arms the reducer, the next backward pass reduces and
+disarms it. So evaluation in between, perhaps on one rank only, and further backward passes do not count. At the end of
+an iteration every rank is at the same point of the same program: inside `backward()`, after the reducer has finished
+and before any code of the user's. What all ranks must do together (measure the network, agree on a plan) is done there,
+so it can never cross a collective of the user's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.hooks import RemovableHandle
 
 from dovetail.measure.clock import Clock
 from dovetail.measure.passes import tensors_in
+from dovetail.train.recording import SpanRecorder
+
+from . import reducer
+
+SETTLE = 2
+"""Iterations until torch has put the buckets of a new reducer into gradient-ready order."""
 
 NOT_RUNNING = -1
-"""What torch's number of the present backward pass is outside of any."""
+"""torch's number of the current backward pass while none runs."""
 
 
 class Backward:
     """Finds the end of the backward pass that the user began, from hooks that run somewhere in it.
 
-    Reentrant checkpointing runs further passes inside that one, and torch calls what is queued in such a pass at its
-    end, not at the end of the whole. The model's outputs get their gradients in the outer pass, before any parameter
-    gets one from them: hooks there know which pass is the outer one.
+    Reentrant checkpointing runs further passes inside that one, and torch calls what is queued in such a pass at that
+    pass's end, not at the end of the outer one. The model's outputs get their gradients in the outer pass, before any
+    parameter gets one from them: hooks on the outputs therefore know which pass is the outer one.
     """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
-        """`at_end` is a method, held weakly: whoever is dropped while the user holds an output goes."""
+        """`at_end` is a method, held weakly: its owner can be collected while the user still holds an output."""
         self._at_end = weakref.WeakMethod(at_end)
         self._pass = NOT_RUNNING
 
@@ -45,12 +55,12 @@ class Backward:
         self._pass = NOT_RUNNING
 
     def expect(self, output: Any) -> bool:
-        """After forward. False where the output has no tensors to hook: then the first gradient's pass is the outer."""
-        us = weakref.ref(self)
+        """Called after forward. False if no output can be hooked: then the first gradient's pass is the outer one."""
+        held = weakref.ref(self)
 
         def begun(_: torch.Tensor) -> None:
-            if (me := us()) is not None:
-                me.inside()
+            if (backward := held()) is not None:
+                backward.inside()
 
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         for tensor in outputs:
@@ -58,7 +68,7 @@ class Backward:
         return bool(outputs)
 
     def inside(self) -> bool:
-        """Called while backward runs: whether in a pass inside the user's."""
+        """Called while backward runs. True in a pass that runs inside the user's."""
         now = torch._C._current_graph_task_id()
         if self._pass == NOT_RUNNING:
             self._pass = now
@@ -72,11 +82,11 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One synchronised step, in seconds."""
+class ObservedIteration:
+    """One synchronised iteration; times in seconds."""
 
     forward: float
-    """How long forward took."""
+    """Duration of the forward pass."""
     total: float
     """From the start of forward until all gradients were reduced."""
     ready: tuple[tuple[int, float], ...]
@@ -84,10 +94,12 @@ class Step:
 
 
 class Observer:
-    """Calls `on_step` at the end of every synchronised step, on every rank, until closed."""
+    """Calls `on_iteration` at the end of every synchronised iteration, on every rank, until closed."""
 
-    def __init__(self, ddp: TorchDDP, parameters: list[nn.Parameter], on_step: Callable[[Step], None]) -> None:
-        self._ddp, self._parameters, self._on_step = ddp, parameters, on_step
+    def __init__(
+        self, ddp: TorchDDP, parameters: list[nn.Parameter], on_iteration: Callable[[ObservedIteration], None]
+    ) -> None:
+        self._ddp, self._parameters, self._on_iteration = ddp, parameters, on_iteration
         self._clock = Clock(parameters[0].device)
         self._handles: list[RemovableHandle] = []
         self._armed = self._queued = False
@@ -102,7 +114,8 @@ class Observer:
     def watch(self, *, every_gradient: bool) -> None:
         """Chooses between stamping every gradient and just noticing that backward runs.
 
-        Noticing takes all parameters too: no single one is sure to get a gradient in every step on every rank.
+        Noticing needs hooks on all parameters too: no single one is sure to get a gradient in every iteration on every
+        rank.
         """
         self._unhook()
         self._timed = every_gradient
@@ -130,13 +143,13 @@ class Observer:
         return torch.is_grad_enabled() and bool(self._ddp.require_backward_grad_sync)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # torch's reducer holds the parameters where Python's collector cannot see: a hook that held us, and through us
-        # the module, would keep both for ever when the user drops the module before planning ends.
-        observer = weakref.ref(self)
+        # torch's reducer holds the parameters where Python's collector cannot see. A hook that held this observer, and
+        # through it the module, would keep both for ever if the user drops the module before planning ends.
+        held = weakref.ref(self)
 
         def gradient_ready(_: torch.Tensor) -> None:
-            if (us := observer()) is not None:
-                us._on_gradient(index)
+            if (observer := held()) is not None:
+                observer._on_gradient(index)
 
         return gradient_ready
 
@@ -149,23 +162,24 @@ class Observer:
         self._backward.inside()
 
     def _outer_ended(self) -> None:
-        # The reducer queues its own callback when the last bucket is ready, with a static graph from within another
-        # callback: each that queues a further one is behind those of the round before.
+        # The reducer queues its own callback when the last bucket is ready; with a static graph it does so from within
+        # another callback. A callback that queues another one runs behind all that were queued before: twice is enough.
         at_end_of_backward(lambda: at_end_of_backward(self._end))
 
     def _end(self) -> None:
-        if not self._queued:  # no parameter got a gradient, or closed, or a new forward began, in the meantime
+        if not self._queued:  # no parameter got a gradient, or in the meantime closed or in a new forward pass
             return
         self._queued = self._armed = False
         stop = self._clock.stamp()
         seconds = self._clock.seconds([self._start, self._forward_end, stop, *(s for _, s in self._ready)])
         start, forward_end, end, *ready = seconds
-        step = Step(
-            forward=forward_end - start,
-            total=end - start,
-            ready=tuple((i, t - forward_end) for (i, _), t in zip(self._ready, ready, strict=True)),
+        self._on_iteration(
+            ObservedIteration(
+                forward=forward_end - start,
+                total=end - start,
+                ready=tuple((i, t - forward_end) for (i, _), t in zip(self._ready, ready, strict=True)),
+            )
         )
-        self._on_step(step)
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -174,7 +188,7 @@ class Observer:
 
 
 class _Outputs:
-    """A forward hook that knows of the module's outputs. A copy or a pickle of the module has one that does nothing."""
+    """A forward hook that passes the module's outputs on. In a copy or a pickle of the module it does nothing."""
 
     def __init__(self, backward: Backward | None = None) -> None:
         self._backward = weakref.ref(backward) if backward is not None else None
@@ -186,6 +200,71 @@ class _Outputs:
 
     def __reduce__(self) -> tuple[type[_Outputs], tuple[()]]:
         return _Outputs, ()
+
+
+class BucketRecorder(SpanRecorder):
+    """Records a DDP module: takes the times of buckets in a hook that reduces just as torch does without one."""
+
+    def __init__(self, ddp: TorchDDP) -> None:
+        super().__init__(type(ddp.module).__name__, dist.get_rank(ddp.process_group))
+        self._ddp, self._world = ddp, dist.get_world_size(ddp.process_group)
+        self._observer = Observer(ddp, [p for p in ddp._module_parameters if p.requires_grad], self._on_iteration)
+        self._at_once = _at_once(ddp.process_group)
+        self._start = self._forward_end = 0.0
+        self._sent: list[tuple[int, float]] = []
+        self._done: dict[int, float] = {}
+        self._iterations = 0
+        reducer.replace(ddp, ddp._bucket_config, comm_hook=self._reduce)
+
+    def before_forward(self) -> None:
+        self._start = time.perf_counter()
+        self._observer.before_forward()
+
+    def after_forward(self) -> None:
+        self._observer.after_forward()
+        self._forward_end = time.perf_counter()
+        self._sent, self._done = [], {}
+
+    def close(self) -> None:
+        """Gives the module a reducer without the hook."""
+        self._observer.close()
+        reducer.replace(self._ddp, self._ddp._bucket_config)
+
+    def _reduce(self, _: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        done, number, buffer = self._done, len(self._sent), bucket.buffer()
+        self._sent.append((buffer.numel() * buffer.element_size(), time.perf_counter()))
+        work = dist.all_reduce(buffer.mul_(1.0 / self._world), group=self._ddp.process_group, async_op=True)
+
+        def stamp(future: torch.futures.Future[Any]) -> torch.Tensor:
+            done[number] = time.perf_counter()
+            value: list[torch.Tensor] | torch.Tensor = future.value()
+            return value[0] if isinstance(value, list) else value
+
+        return work.get_future().then(stamp)  # type: ignore[no-any-return]
+
+    def _on_iteration(self, _: ObservedIteration) -> None:
+        self._iterations += 1
+        if self._iterations <= SETTLE or not self._sent:
+            return
+        self.add("forward", "forward", self._start, self._forward_end)
+        at, free = self._forward_end, [0.0] * self._at_once
+        for number, (nbytes, sent) in enumerate(self._sent):
+            self.add(f"backward to bucket {number}", "backward", at, sent)
+            # A bucket waits until one of those before it is done; its span begins then.
+            done = self._done.get(number, sent)
+            begin = min(max(sent, heapq.heappop(free)), done)
+            heapq.heappush(free, done)
+            self.add(f"bucket {number}", "communication", begin, done, nbytes)
+            at = sent
+
+
+def _at_once(group: dist.ProcessGroup) -> int:
+    """How many all-reduces of a group run at a time: gloo has several threads, two by default."""
+    if dist.get_backend(group) == "gloo":
+        with contextlib.suppress(AttributeError, RuntimeError):
+            options: Any = group._get_backend(torch.device("cpu")).options
+            return int(options._threads)
+    return 1
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -3,8 +3,8 @@
     model = dovetail.DistributedDataParallel(model, overlap="forward")
     optimizer = dovetail.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
 
-The torch optimiser keeps its parameter groups, and whoever changes them (a learning-rate scheduler) is heard; its
-arithmetic runs on the pieces of parameters that this rank looks after, so state takes 1/n of the memory.
+The torch optimiser keeps its parameter groups, and changes to them (by a learning-rate scheduler) take effect. Its
+arithmetic runs on this rank's pieces of the parameters, so state takes 1/n of the memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dovetail.core.errors import Error
 from . import optimizer_state as states
 from .exchange import Exchange
 from .forward_overlap import ForwardOverlap
-from .shard_layout import Bucket
+from .shard_layout import ShardedBucket
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 """Optimisers of torch.optim in which an element's new value depends on that element's gradients only."""
@@ -40,7 +40,7 @@ _HOOKS = (
 )
 GRADIENT = "dovetail gradient"
 PATIENCE = 20.0
-"""Seconds after which a rank that is alone in state_dict() says what it waits for."""
+"""Seconds after which a rank that waits in state_dict() logs what it waits for."""
 
 log = logging.getLogger("dovetail")
 
@@ -48,14 +48,14 @@ log = logging.getLogger("dovetail")
 def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) -> ShardedOptimizer:
     """Lets every rank update its share of a model's parameters and send it to the others behind the next forward pass.
 
-    In `step()` the reduced gradients of this rank's share are waited for bucket by bucket and updated by the torch
-    optimiser's own code; then the new values set out, those first that forward needs first. `step()` returns at once,
-    and whoever uses a parameter before it has arrived waits for it.
+    `step()` waits for the reduced gradients of this rank's share bucket by bucket, and the torch optimiser's own code
+    updates the share. Then the new values are sent, in the order in which forward needs them. `step()` returns while
+    they are on their way; code that uses a parameter before it has arrived waits for it.
 
     Args:
         optimizer: any optimiser of torch.optim that works element by element; use what is returned in its place.
         model: wrapped with `dovetail.DistributedDataParallel(model, overlap="forward")`.
-        elementwise: says that an optimiser which is not one of torch.optim's works element by element.
+        elementwise: promises that an optimiser from outside torch.optim works element by element.
     """
     if not isinstance(model, ForwardOverlap):
         raise Error(
@@ -70,10 +70,10 @@ def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) ->
 
 
 class ShardedOptimizer(Optimizer):
-    """What `dovetail.optimizer` returns: used as the optimiser it was made from."""
+    """What `dovetail.optimizer` returns, used in place of the optimiser it was made from."""
 
     def __init__(self, inner: Optimizer, model: ForwardOverlap) -> None:
-        # Not Optimizer.__init__, which would make groups of its own: these are the ones schedulers change.
+        # Not Optimizer.__init__, which would make new groups: schedulers change these.
         groups = inner.param_groups
         super().__setstate__({"defaults": inner.defaults, "state": defaultdict(dict), "param_groups": groups})
         self._inner = inner
@@ -96,7 +96,7 @@ class ShardedOptimizer(Optimizer):
         exchange.settle()
         reduced = exchange.reduced()
         self._refuse_lone_gradients()
-        self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before may look here
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for the inner optimiser looks here
         exchange.updating = 0.0
         for bucket in reduced:
             began = time.perf_counter()
@@ -141,7 +141,7 @@ class ShardedOptimizer(Optimizer):
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimiser's state in torch's own format. Every rank must call it: each has its share only."""
+        """The whole optimiser's state in torch's own format. Every rank must call it: each has only its share."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         waiting = threading.Timer(
@@ -176,7 +176,7 @@ class ShardedOptimizer(Optimizer):
         return stored
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what an optimiser of this kind has stored, whatever the number of ranks was. Needs no other rank."""
+        """Loads what an optimiser of this kind has stored on any number of ranks. Needs no other rank."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -200,10 +200,10 @@ class ShardedOptimizer(Optimizer):
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise Error("add_param_group: expected before dovetail.optimizer, which has shared the parameters out")
+        raise Error("add_param_group: expected before dovetail.optimizer, which shares the parameters out")
 
     def move(self, order: list[int], cuts: list[int]) -> None:
-        """New buckets: everything about a piece goes to whichever rank looks after those elements now."""
+        """Changes to new buckets: the state of every element moves to the rank that updates it from now on."""
         exchange = self._exchange
         exchange.settle()
         mine = self._mine()
@@ -224,7 +224,7 @@ class ShardedOptimizer(Optimizer):
         return states.of_pieces(self._exchange, lambda values: self.state.get(values, {}))
 
     def _build(self) -> None:
-        """One optimiser per bucket, of the user's class, with the pieces of that bucket in the user's groups."""
+        """Makes one optimiser per bucket, of the user's class, with the pieces of that bucket in the user's groups."""
         self._shells = []
         for bucket in self._exchange.buckets:
             shell = object.__new__(type(self._inner))
@@ -240,7 +240,7 @@ class ShardedOptimizer(Optimizer):
     def _group_of(self, index: int) -> int | None:
         return self._of.get(id(self._exchange.slots[index].parameter))
 
-    def _update(self, bucket: Bucket) -> None:
+    def _update(self, bucket: ShardedBucket) -> None:
         shell = self._shells[bucket.number]
         for ours, theirs in zip(shell.param_groups, self.param_groups, strict=True):
             ours.update(_options(theirs))
@@ -249,6 +249,7 @@ class ShardedOptimizer(Optimizer):
         shell.step()
 
     def _refuse_lone_gradients(self) -> None:
+        """Refuses gradients that were never sent to the other ranks."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
@@ -265,6 +266,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
     return {k: v for k, v in group.items() if k != "params"}
 
 

@@ -1,7 +1,7 @@
 """Optimiser state in two forms: this rank's pieces, and whole parameters as torch stores them.
 
-State that is zero-dimensional (a count of steps) belongs to the parameter and is the same in all of its pieces; every
-other tensor has one element for each of the parameter's.
+State that is zero-dimensional (such as the number of steps) belongs to the parameter and is the same in all of its
+pieces; every other tensor has one element for each element of the parameter.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from dovetail.core.errors import Error
 
 from . import ring
 from .exchange import Exchange
-from .shard_layout import Bucket, in_memory_order, in_shape
+from .shard_layout import ShardedBucket, in_memory_order, in_shape
 
 State = dict[int, dict[str, Any]]
-"""By index of the parameter."""
+"""Optimiser state by index of the parameter."""
 
 TAG = 2**20
-"""Messages from here on are about state: a rank that asks for it alone meets nobody, and not somebody's gradients."""
+"""First tag of messages about state: if one rank alone asks for state, it must not receive another's gradients."""
+
+WHAT = "gathering optimiser state from all ranks (each of them must call state_dict() if one does)"
 
 
 def of_pieces(exchange: Exchange, get: Callable[[torch.Tensor], dict[str, Any]]) -> State:
-    """What this rank has, by index of the parameter; `get` tells the state of a piece's values."""
+    """The state that this rank has; `get` gives the state of a piece's values."""
     return {piece.index: get(piece.values) for bucket in exchange.buckets for piece in bucket.pieces}
 
 
@@ -47,7 +49,7 @@ def whole(exchange: Exchange, mine: State) -> State:
 
 
 def share_out(exchange: Exchange, state: State, put: Callable[[torch.Tensor, dict[str, Any]], object]) -> None:
-    """Hands to every piece of this rank its part of the state of whole parameters. Needs no other rank."""
+    """Gives every piece of this rank its part of the state of whole parameters. Needs no other rank."""
     for bucket in exchange.buckets:
         for piece in bucket.pieces:
             if piece.index not in state:
@@ -72,7 +74,7 @@ def share_out(exchange: Exchange, state: State, put: Callable[[torch.Tensor, dic
 
 
 def _describe(exchange: Exchange, mine: State) -> tuple[State, dict[int, dict[str, torch.dtype]]]:
-    """(what belongs to whole parameters, names and dtypes of what belongs to elements), known to all ranks."""
+    """(state of whole parameters, names and dtypes of state by element), the same on all ranks."""
     counts: State = {}
     kinds: dict[int, dict[str, torch.dtype]] = {}
     for index, values in mine.items():
@@ -92,8 +94,8 @@ def _describe(exchange: Exchange, mine: State) -> tuple[State, dict[int, dict[st
     return merged_counts, merged_kinds
 
 
-def _gather(exchange: Exchange, bucket: Bucket, key: str, mine: State, dtypes: set[torch.dtype]) -> torch.Tensor:
-    """One kind of state of a whole bucket; elements whose parameter has none are zero."""
+def _gather(exchange: Exchange, bucket: ShardedBucket, key: str, mine: State, dtypes: set[torch.dtype]) -> torch.Tensor:
+    """One kind of state of a whole bucket; zero where a parameter has none."""
     assert len(dtypes) == 1, "one kind of state has one dtype"
     out = torch.zeros(bucket.values.numel(), dtype=dtypes.pop(), device=exchange.device)
     width = bucket.share.numel()
@@ -107,7 +109,7 @@ def _gather(exchange: Exchange, bucket: Bucket, key: str, mine: State, dtypes: s
 
 
 def _gather_objects(exchange: Exchange, value: Any) -> list[Any]:
-    """One object from each rank, by messages about state."""
+    """One object from each rank, sent as messages about state."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -130,6 +132,3 @@ def _all_gather_on(exchange: Exchange, out: torch.Tensor) -> torch.Tensor:
     exchange.communicate(WHAT, lambda: ring.all_gather(share, there, exchange.group, tag=TAG))
     out.copy_(there)
     return out
-
-
-WHAT = "gathering optimiser state from all ranks (each of them must call state_dict() if one does)"

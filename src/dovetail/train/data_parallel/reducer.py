@@ -1,9 +1,9 @@
 """Gives a DDP module a new reducer in place: the one file that changes torch below its public surface.
 
 torch fixes a module's bucket caps when the module is wrapped. Unpickling a wrapped module, however, builds its reducer
-anew, and so do we, with other caps: the hooks of the old reducer go, a new C++ reducer takes over the same parameters,
-and its one-time rebuild puts the buckets into gradient-ready order on the second step that follows. It takes about a
-millisecond; gradients, optimiser state and hooks of the user's are untouched.
+anew, and `replace` does the same with other caps: the hooks of the old reducer are removed, a new C++ reducer takes
+over the same parameters, and its one-time rebuild puts the buckets into gradient-ready order in the second iteration
+that follows. It takes about a millisecond; gradients, optimiser state and the user's hooks are untouched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dovetail.train.integrations import check_environment
 
 
 def unsupported() -> str | None:
-    """Why this torch's reducer cannot be exchanged, or None."""
+    """The reason why this torch's reducer cannot be replaced, or None."""
     try:
         from torch.nn.parallel.distributed import _BucketCapacityConfig  # noqa: F401
 
@@ -39,15 +39,17 @@ def bucket_config(caps_mib: list[float]) -> Any:
     return _BucketCapacityConfig.create(None, caps_mib, False)  # type: ignore[arg-type]
 
 
-def exchange(ddp: TorchDDP, config: Any, *, comm_hook: Callable[..., Any] | None = None) -> None:
-    """Replaces the reducer between two steps. Every rank must do it at the same step with the same caps."""
+def replace(ddp: TorchDDP, config: Any, *, comm_hook: Callable[..., Any] | None = None) -> None:
+    """Gives the module a new reducer between two iterations. All ranks do it at the same point with the same caps."""
     ddp._remove_autograd_hooks()
     ddp._bucket_config = config
     ddp.bucket_bytes_cap = config.bucket_bytes_cap
     ddp.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)
     parameters, expect_sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
-    frozen = [p for p in parameters if not p.requires_grad]  # for the moment: a discriminator in its generator's turn
+    frozen = [
+        p for p in parameters if not p.requires_grad
+    ]  # only for now, as a discriminator is while its generator learns
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:

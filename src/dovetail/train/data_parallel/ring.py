@@ -1,41 +1,45 @@
 """The two halves of an all-reduce as rings of messages.
 
 gloo's own reduce-scatter moves the bytes of a whole all-reduce, and its all-to-all suffers where links are shared. Here
-n ranks stand in a ring and talk to their right neighbour only. In each of n−1 steps a rank sends one n-th of the data
-and receives another, adds it up (reduce-scatter) or keeps it (all-gather), and passes it on in the next step: every
-rank sends (n−1)/n of the bytes, which no algorithm can do with less. An n-th travels in pieces, so that adding one
-piece happens while the next is on the wire.
+n ranks form a ring, and each sends to its right neighbour only. In each of n−1 rounds a rank sends one n-th of the data
+and receives another, adds it up (reduce-scatter) or keeps it (all-gather), and passes it on in the next round: every
+rank sends (n−1)/n of the bytes, the least that any algorithm needs. An n-th travels in pieces, so that one piece is
+added while the next is on the wire.
 
 NCCL has both already, so its own are used there.
 
-A message asks the group object only and never torch's registry of groups. `destroy_process_group()` empties that at
-once, while gloo works on for as long as somebody holds the group, and other ranks may still need what this one sends.
+Messages are sent through the group object and never through torch's registry of groups. `destroy_process_group()`
+empties the registry at once, while gloo works on for as long as somebody holds the group, and other ranks may still
+need what this one sends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from dovetail.core.network import CollectiveName
+
 PIECE = 2**20
-"""Bytes that travel in one message: a few milliseconds on a slow link, and a message costs far less."""
+"""Bytes in one message: a few milliseconds on a slow link, far more than a message costs to start."""
 
 OWN = ("nccl", "xccl", "hccl", "ucc")
 """Backends whose own reduce-scatter and all-gather are rings or better."""
 
 _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-"""By group, as torch's registry named them when a group was first used."""
+"""Name of each group's backend, read from torch's registry when the group was first used."""
 
 
 def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A second group of the same ranks, so that messages in it never mix with anybody's collectives.
+    """A second group of the same ranks, backend and time-out, so that its messages never mix with other collectives.
 
-    All ranks of `group` call it together. It has the backend and the time-out of `group`.
+    All ranks of `group` call it together.
     """
     group = group or dist.group.WORLD
     assert group is not None, "there is a process group"
@@ -50,7 +54,7 @@ def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of this group may take; None, which is torch's default, where the group does not tell."""
+    """How long a collective of this group may take; None (torch's default) where the group does not tell."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(AttributeError, RuntimeError):
             found = group._get_backend(torch.device(device)).options._timeout
@@ -86,18 +90,18 @@ def reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     pieces = _pieces(mine)
     spare = torch.empty_like(mine)
-    coming = [_receive(spare[piece], left, j, group) for j, piece in enumerate(pieces)]
-    gone = [_send(parts[left][piece], right, j, group) for j, piece in enumerate(pieces)]
-    for step in range(1, ranks):
-        part = parts[(rank - step - 1) % ranks]
+    receiving = [_receive(spare[piece], left, j, group) for j, piece in enumerate(pieces)]
+    sending = [_send(parts[left][piece], right, j, group) for j, piece in enumerate(pieces)]
+    for turn in range(1, ranks):
+        part = parts[(rank - turn - 1) % ranks]
         for j, piece in enumerate(pieces):
-            coming[j].wait()
+            receiving[j].wait()
             part[piece].add_(spare[piece])
-            if step < ranks - 1:
-                tag = step * len(pieces) + j
-                coming[j] = _receive(spare[piece], left, tag, group)
-                gone.append(_send(part[piece], right, tag, group))
-    for message in gone:
+            if turn < ranks - 1:
+                tag = turn * len(pieces) + j
+                receiving[j] = _receive(spare[piece], left, tag, group)
+                sending.append(_send(part[piece], right, tag, group))
+    for message in sending:
         message.wait()
     return mine
 
@@ -106,7 +110,8 @@ def all_gather(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup,
     """Puts the shards of all ranks together in `out`, rank r's at the r-th of n equal parts.
 
     `shard` may be that very part of `out`; then nothing is copied. Returns when everything is there and this rank has
-    passed on all it had to pass on. Messages of another kind in the same group have tags of another range.
+    passed on all it had to pass on. `tag` is the first message's: another kind of message in the same group needs
+    another range of tags.
     """
     ranks, rank = group.size(), group.rank()
     parts = out.view(ranks, out.numel() // ranks)
@@ -119,21 +124,34 @@ def all_gather(shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup,
         return
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     pieces = _pieces(parts[rank])
-    coming = [
-        _receive(parts[(rank - step) % ranks][piece], left, tag + (step - 1) * len(pieces) + j, group)
-        for step in range(1, ranks)
+    receiving = [
+        _receive(parts[(rank - turn) % ranks][piece], left, tag + (turn - 1) * len(pieces) + j, group)
+        for turn in range(1, ranks)
         for j, piece in enumerate(pieces)
     ]
-    gone = [_send(parts[rank][piece], right, tag + j, group) for j, piece in enumerate(pieces)]
-    for step in range(1, ranks):
-        part = parts[(rank - step) % ranks]
+    sending = [_send(parts[rank][piece], right, tag + j, group) for j, piece in enumerate(pieces)]
+    for turn in range(1, ranks):
+        part = parts[(rank - turn) % ranks]
         for j, piece in enumerate(pieces):
-            number = (step - 1) * len(pieces) + j
-            coming[number].wait()
-            if step < ranks - 1:
-                gone.append(_send(part[piece], right, tag + number + len(pieces), group))
-    for message in gone:
+            number = (turn - 1) * len(pieces) + j
+            receiving[number].wait()
+            if turn < ranks - 1:
+                sending.append(_send(part[piece], right, tag + number + len(pieces), group))
+    for message in sending:
         message.wait()
+
+
+def halves(group: dist.ProcessGroup) -> dict[CollectiveName, Callable[[torch.Tensor], object]]:
+    """Both halves for `measure.network(via=…)`: functions of a flat tensor that the ranks can share out evenly.
+
+    They need a group of their own (see `twin`).
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def gather(flat: torch.Tensor) -> None:
+        all_gather(flat.view(ranks, -1)[rank], flat, group)
+
+    return {"reduce_scatter": lambda flat: reduce_scatter(flat, group), "all_gather": gather}
 
 
 def _pieces(part: torch.Tensor) -> list[slice]:

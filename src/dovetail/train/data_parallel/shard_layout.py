@@ -1,8 +1,8 @@
-"""Where parameters and gradients live: flat buckets, of which every rank looks after one n-th.
+"""Where parameters and gradients are in memory: flat buckets, of which every rank updates one n-th.
 
 A bucket holds the values of its parameters end to end in one tensor, padded so that n ranks can share it out evenly;
-the parameters are views of it. Their gradients have a tensor of the same form. Rank r's n-th is its share: parts of a
-few parameters, called pieces, whose gradients it gets whole and which it updates.
+the parameters are views of it. Their gradients have a tensor of the same form. Rank r's share is the r-th of n equal
+parts. It covers pieces of a few parameters: the rank gets the summed gradients of these pieces and updates them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from torch import nn
 
 from . import ring
-from .lane import Ticket
+from .lane import LaneWork
 
 
 @dataclass(frozen=True)
-class Piece:
-    """This rank's part of one parameter: the elements [start, stop) of it, in the order of memory."""
+class ShardPiece:
+    """This rank's part of one parameter: its elements [start, stop) in the order of memory."""
 
     index: int
     start: int
     stop: int
     values: torch.Tensor
-    """One-dimensional view of the parameter."""
+    """One-dimensional view of the parameter's elements."""
     gradient: torch.Tensor
-    """The gradient of just these elements, summed over ranks."""
+    """The gradient of these elements, summed over ranks."""
 
 
 @dataclass(eq=False)
-class Bucket:
-    """Parameters whose gradients travel together, and whose new values do."""
+class ShardedBucket:
+    """Parameters whose gradients travel together, and whose new values do too."""
 
     number: int
     members: tuple[int, ...]
@@ -41,14 +41,14 @@ class Bucket:
     share: torch.Tensor
     """This rank's n-th of the reduced gradients."""
     views: dict[int, torch.Tensor]
-    """The place of each member's gradient."""
+    """View of each member's place in `gradients`."""
     pointers: dict[int, int]
-    """The address of each member's values: where the parameter must still be when they arrive."""
+    """Address of each member's values: the parameter must still be there when new values arrive."""
     offsets: dict[int, int]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     missing: int = 0
-    """Members whose gradient is not there yet."""
-    reducing: Ticket | None = field(default=None)
+    """Number of members whose gradient of this pass is not there yet."""
+    reducing: LaneWork | None = field(default=None)
 
     def mine(self, rank: int) -> torch.Tensor:
         """This rank's n-th of the values."""
@@ -58,10 +58,10 @@ class Bucket:
 
 def lay_out(
     parameters: Sequence[nn.Parameter], order: Sequence[int], cuts: Sequence[int], *, ranks: int, rank: int
-) -> list[Bucket]:
+) -> list[ShardedBucket]:
     """Moves the parameters into buckets: `order` names them in gradient-ready order, `cuts` the end of each bucket.
 
-    Every Parameter object stays the one it was; only its memory is another.
+    Every Parameter object stays the same; only its memory changes.
     """
     assert sorted(order) == list(range(len(parameters))) and list(cuts)[-1] == len(order)
     starts = [0, *cuts[:-1]]
@@ -71,7 +71,9 @@ def lay_out(
     ]
 
 
-def _bucket(number: int, members: list[int], parameters: Sequence[nn.Parameter], ranks: int, rank: int) -> Bucket:
+def _bucket(
+    number: int, members: list[int], parameters: Sequence[nn.Parameter], ranks: int, rank: int
+) -> ShardedBucket:
     like = parameters[members[0]]
     elements = ring.padded(sum(parameters[i].numel() for i in members), ranks)
     values = torch.zeros(elements, dtype=like.dtype, device=like.device)
@@ -86,13 +88,13 @@ def _bucket(number: int, members: list[int], parameters: Sequence[nn.Parameter],
         parameter.data = place
         views[i], pointers[i], offsets[i] = _same_form(gradients, parameter, at), place.data_ptr(), at
         low, high = max(at, rank * width), min(at + parameter.numel(), (rank + 1) * width)
-        empty = not parameter.numel() and rank == 0  # somebody must have its state, as torch's optimisers do
+        empty = not parameter.numel() and rank == 0  # some rank must have its state, as torch's optimisers do
         if low < high or empty:
             high = max(low, high)
             gradient = share[low - rank * width : high - rank * width]
-            pieces.append(Piece(i, low - at, high - at, values[low:high], gradient))
+            pieces.append(ShardPiece(i, low - at, high - at, values[low:high], gradient))
         at += parameter.numel()
-    return Bucket(
+    return ShardedBucket(
         number, tuple(members), values, gradients, share, views, pointers, offsets, tuple(pieces), missing=len(members)
     )
 
@@ -103,7 +105,7 @@ def _same_form(flat: torch.Tensor, parameter: torch.Tensor, at: int) -> torch.Te
 
 
 def strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own where its elements fill their memory (channels last does), else those of rows."""
+    """The parameter's own strides if its elements fill their memory (channels last does), else row-major ones."""
     if parameter.is_contiguous():
         return tuple(parameter.stride())
     expected = 1
@@ -122,5 +124,5 @@ def in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
 
 
 def in_shape(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The reverse: a new tensor with the shape of `parameter`."""
+    """The reverse of `in_memory_order`: a new tensor with the shape of `parameter`."""
     return torch.as_strided(flat, parameter.size(), strides(parameter), flat.storage_offset()).clone()

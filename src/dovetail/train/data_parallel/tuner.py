@@ -1,8 +1,9 @@
 """Finds the best buckets for a DDP module while it trains.
 
-The whole story is `Tuner._tell`, a generator that is handed one finished step at a time: watch a few steps, measure the
-network, plan, try the candidates in turn, keep the fastest. Every step it looks at is a real training step with the
-same gradients as any other. Whatever must be the same on all ranks is agreed at the end of a step (see observe.py).
+`Tuner._phases` is the whole course of it, a generator that is handed one finished iteration at a time: watch a few
+iterations, measure the network, plan, try the candidates in turn, keep the fastest. Every iteration it looks at is a
+real training iteration with the same gradients as any other. What must be the same on all ranks is agreed at the end of
+an iteration (see observe.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from dovetail import measure, planning
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
@@ -26,17 +28,14 @@ from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 from dovetail.train import agree
 
 from . import reducer
-from .observe import Observer, Step
-from .trial_report import Report, Trial
-from .trials import Tuning, compete, exactly, ready_gaps
+from .observe import ObservedIteration, Observer
+from .trials import Trial, Tuning, TuningReport, compete, exactly, forward_gain, ready_gaps
 
 log = logging.getLogger("dovetail")
 
-Story = Generator[None, Step, None]
-
 
 class Tuner:
-    """Drives one DDP module from its first step to the buckets it keeps."""
+    """Drives one DDP module from its first iteration to the buckets it keeps."""
 
     def __init__(self, ddp: TorchDDP, tuning: Tuning) -> None:
         self._ddp, self._tuning = ddp, tuning
@@ -48,10 +47,10 @@ class Tuner:
         self._parameters: list[nn.Parameter] = [p for _, p in named]
         self._baseline = ddp._bucket_config
         self._next: Any = None
-        self._observer = Observer(ddp, self._parameters, self._on_step)
-        self._story = self._tell()
-        next(self._story)
-        self.report = Report(
+        self._observer = Observer(ddp, self._parameters, self._on_iteration)
+        self._course = self._phases()
+        next(self._course)
+        self.report = TuningReport(
             state="measuring",
             workers=dist.get_world_size(self._group),
             tensors=len(named),
@@ -65,21 +64,22 @@ class Tuner:
     def before_forward(self) -> None:
         if self._next is not None and self._ddp.require_backward_grad_sync and torch.is_grad_enabled():
             # Here and not at the end of backward: the autograd engine still holds the old reducer's callbacks there.
-            self._ddp._check_reducer_finalized()  # an unfinished backward is torch's to complain of, not ours to forget
-            self._exchange()
+            # torch complains of an unfinished backward pass; a new reducer would hide it.
+            self._ddp._check_reducer_finalized()
+            self._replace_reducer()
         self._observer.before_forward()
 
     def after_forward(self) -> None:
         self._observer.after_forward()
 
     def stop(self, reason: str) -> None:
-        """Ends planning; the module goes on with torch's own buckets, at once. Not from inside backward."""
+        """Ends planning; the module goes on with torch's own buckets at once. Not to be called inside backward."""
         self._stop(reason)
         if self._next is not None:
-            self._exchange()
+            self._replace_reducer()
 
-    def _exchange(self) -> None:
-        reducer.exchange(self._ddp, self._next)
+    def _replace_reducer(self) -> None:
+        reducer.replace(self._ddp, self._next)
         self._next = None
 
     def _stop(self, reason: str) -> None:
@@ -89,28 +89,28 @@ class Tuner:
         if dist.get_rank(self._group) == 0:
             log.warning("dovetail: planning is off: %s", reason)
 
-    def _on_step(self, step: Step) -> None:
+    def _on_iteration(self, iteration: ObservedIteration) -> None:
         self.report = replace(self.report, steps=self.report.steps + 1)
         try:
-            self._story.send(step)
+            self._course.send(iteration)
         except StopIteration:
             self._observer.close()
         except Error as e:
             self._stop(str(e))
-        except BaseException as e:  # Ctrl-C, a lost rank: it goes on to the user, who may go on without a plan
+        except BaseException as e:  # Ctrl-C, a lost rank: the user gets it and may go on without a plan
             self._stop(f"it was interrupted by {type(e).__name__}")
             raise
 
-    def _tell(self) -> Story:
+    def _phases(self) -> Generator[None, ObservedIteration, None]:
         tuning = self._tuning
         for _ in range(tuning.warmup):
             yield
         self._observer.watch(every_gradient=True)
-        steps = []
+        seen = []
         for _ in range(tuning.measure):
-            steps.append((yield))
+            seen.append((yield))
         self._observer.watch(every_gradient=False)
-        profile = self._profile(steps)
+        profile = self._profile(seen)
         network = self._network(profile)
         plans = self._plans(profile, network)
         self.report = replace(
@@ -127,7 +127,7 @@ class Tuner:
             self._group,
             self._device,
             use=lambda i: self._use(plans, i),
-            seconds=lambda step: step.total,
+            seconds=lambda iteration: iteration.total,
             tell=self._tried,
         )
         self._use(plans, kept)
@@ -142,17 +142,17 @@ class Tuner:
     def _use(self, plans: list[Plan], which: int) -> None:
         self._next = reducer.bucket_config(plans[which].caps_mib()) if which else self._baseline
 
-    def _profile(self, steps: list[Step]) -> Profile:
-        """Ready times all ranks agree on: the first rank's order, as in torch; the slowest rank's times."""
-        seen = [dict(s.ready) for s in steps]
-        order, usable, gaps = ready_gaps(seen, len(self._names), self._group, self._device)
-        forward = float(np.quantile([s.forward for s in steps], 0.25))
+    def _profile(self, seen: list[ObservedIteration]) -> Profile:
+        """Ready times that all ranks agree on: the first rank's order, as in torch, and the slowest rank's times."""
+        ready_times = [dict(s.ready) for s in seen]
+        order, usable, gaps = ready_gaps(ready_times, len(self._names), self._group, self._device)
+        forward = float(np.quantile([s.forward for s in seen], 0.25))
         forward, *gaps_agreed = agree.largest([forward, *gaps], self._group, self._device)
         ready = np.cumsum(gaps_agreed)
         return Profile(
             name=type(self._ddp.module).__name__,
             device=str(self._device),
-            source=f"{len(usable)} training steps; the layers are taken as one, the tensors apart",
+            source=f"{len(usable)} training iterations; the layers are taken as one, the tensors apart",
             batch=1,
             layers=(
                 Layer(
@@ -176,11 +176,9 @@ class Tuner:
         )
 
     def _network(self, profile: Profile) -> Network:
-        from dovetail import measure
-
         return measure.network(
             self._group,
-            # Beyond 32 MiB time is bandwidth: the last slope of the table says the rest.
+            # Beyond 32 MiB bandwidth alone decides, and the last slope of the table gives the rest.
             max_bytes=max(1024, min(profile.parameter_bytes, 32 * 2**20)),
             collectives=("all_reduce",),
             budget=self._tuning.network_seconds,
@@ -188,9 +186,7 @@ class Tuner:
         )
 
     def _plans(self, profile: Profile, network: Network) -> list[Plan]:
-        """The bucketings to try, torch's own first; made by the first rank, so that no rounding can part the ranks."""
-        from dovetail import planning
-
+        """The bucketings to try, torch's own first; made by the first rank, lest rounding makes ranks differ."""
         answer: list[Plan] | str = ""
         if dist.get_rank(self._group) == 0:
             try:
@@ -198,7 +194,7 @@ class Tuner:
                 first = planning.plan(profile, network, policy=own)
                 rest = planning.candidates(profile, network, count=self._tuning.candidates)
                 answer = [first, *(p for p in rest if p.buckets != first.buckets)][: self._tuning.candidates]
-            except Exception as e:  # whatever it is, all ranks must hear of it
+            except Exception as e:  # whatever it is, all ranks must learn of it
                 answer = f"no plan could be made: {e}"
         answer = agree.from_first(answer, self._group, self._device)
         if isinstance(answer, str):
@@ -206,14 +202,12 @@ class Tuner:
         return answer
 
     def _hint(self, profile: Profile, network: Network) -> tuple[str, ...]:
-        """What wrapping the optimiser too would gain, as far as can be predicted from here."""
-        from .hint import forward_gain
-
-        said: tuple[str, ...] = ()
+        """A note on what wrapping the optimiser too is predicted to gain."""
+        notes: tuple[str, ...] = ()
         if dist.get_rank(self._group) == 0:
-            with contextlib.suppress(Exception):  # a remark must not cost anybody the plan
-                said = (forward_gain(profile, network),)
-        return agree.from_first(said, self._group, self._device)
+            with contextlib.suppress(Exception):  # a failed note must not cost the plan
+                notes = (forward_gain(profile, network),)
+        return agree.from_first(notes, self._group, self._device)
 
 
 def _own_policy(config: Any) -> str:

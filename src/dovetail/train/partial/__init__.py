@@ -1,5 +1,5 @@
 """`dovetail.PartialBackprop`: each worker backpropagates through the last segments of the model only.
 
 May import `core`, `measure` and `planning`.
-Begin with `module.py`; `courier.py` averages gradients over those who have them.
+Begin with `module.py`, then `lifecycle.py` (its states) and `planned.py` (what happens at each event).
 """

@@ -1,7 +1,7 @@
 """Makes a depth plan where none is given: profiles the model on the first batch that it gets.
 
-The first rank profiles, with the others waiting, so that nothing disturbs its times; it plans, and the others are told.
-Gradients, buffers, modes and random state are afterwards as they were.
+The first rank profiles while the others wait, so that nothing disturbs its times; then it plans and broadcasts the
+plan. Gradients, buffers, modes and random state are afterwards as they were.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dovetail.measure.batches import size
 from dovetail.planning.depth import planner
 from dovetail.train import agree
 
-STEPS = 5
+PROFILED_STEPS = 5
 
 
-def policy_of(name: str) -> str:
+def _policy_of(name: str) -> str:
     """The planning policy behind a name: the guard starts from the ladder, which is its floor."""
     return "ladder" if name == "guard" else name
 
@@ -50,7 +50,7 @@ def _plan(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], poli
     batch: Any = args or kwargs
     if args and kwargs:
         batch = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-    if isinstance(batch, dict):  # flags and the like say nothing about the batch
+    if isinstance(batch, dict):  # other arguments, such as flags, have no batch dimension
         batch = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    profile = measure.profile(module, batch, steps=STEPS, warmup=1, batches=[size(batch)])
-    return planner.plan(profile, workers=workers, policy=policy_of(policy))
+    profile = measure.profile(module, batch, steps=PROFILED_STEPS, warmup=1, batches=[size(batch)])
+    return planner.plan(profile, workers=workers, policy=_policy_of(policy))

@@ -1,15 +1,15 @@
-"""Carries gradients from those who have them to everybody: reduces among the contributors, delivers to all.
+"""Carries gradients from the ranks that computed them to all: reduces among the contributors, delivers to every rank.
 
 One thread per rank takes the buckets of a step in the plan's order, the last segments first, each once its gradients
 are ready, and finishes one before the next: a communication stream, in the same order on all ranks. For a bucket of n
 bytes with c contributors among k ranks the links carry (c − 1)n + (k − 1)n bytes: every contributor gets a c-th part of
-the sum from all others (an all-to-all in which the other ranks send nothing) and sends it to everybody. With c = k that
-is an all-reduce; with c = 1 a broadcast. Everybody receives the very same bits, so replicas stay identical. Behind the
-gradients of a bucket travels one number for each of them that says how many contributors had it: what nobody used, or
-what the user has frozen, keeps `.grad` as it was, as in one process, and no optimiser moves it.
+the sum from all others (an all-to-all in which the other ranks send nothing) and sends it to all. With c = k that
+is an all-reduce; with c = 1 a broadcast. Every rank receives the very same bits, so replicas stay identical. Behind the
+gradients of a bucket travels one number for each of them that says how many contributors had it: a parameter that no
+rank used, or that the user has frozen, keeps its `.grad` as in one process, and no optimiser moves it.
 
-Before the first bucket all ranks tell each other, in a few numbers, how many samples they have, how long they took for
-the last step, and whether they are still well; a rank that failed says so there, and the others end instead of waiting.
+Before the first bucket all ranks exchange a RankReport: how many samples they have, how long they took for the last
+step, and whether they have failed. When a rank has failed, the others end instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -19,51 +19,30 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dovetail.core.errors import Error
-from dovetail.train.words import plain
+from dovetail.core.errors import Error, first_line
 
-from .segments import Leaf
+from .noise_monitor import NoiseMeasurement
+from .segment_buckets import SegmentBucket
+from .segments import Leaf, contributors
 
+T = TypeVar("T")
 Metric = Callable[[Leaf], torch.Tensor | None]
 Job = tuple[Callable[["Delivery"], None], "Delivery"]
 
 
-@dataclass(eq=False)
-class Bucket:
-    """Gradients of one segment and one dtype that travel together."""
-
-    segment: int
-    leaves: list[Leaf]
-    flat: torch.Tensor
-    """All that travels: the gradients, then for each of them how many contributors had it."""
-    gradients: torch.Tensor
-    views: list[torch.Tensor]
-    used: torch.Tensor
-
-    @classmethod
-    def of(cls, leaves: list[Leaf]) -> Bucket:
-        first = leaves[0].parameter
-        # Half precision is added up in single precision: its eight bits would not bear the sum.
-        dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
-        sizes = [leaf.parameter.numel() for leaf in leaves]
-        flat = torch.zeros(sum(sizes) + len(leaves), dtype=dtype, device=first.device)
-        gradients, used = flat.split([sum(sizes), len(leaves)])
-        views = [part.view(leaf.parameter.shape) for part, leaf in zip(gradients.split(sizes), leaves, strict=True)]
-        return cls(leaves[0].segment, leaves, flat, gradients, views, used)
-
-
 @dataclass(frozen=True)
-class Word:
+class RankReport:
     """What a rank tells the others at the beginning of a step."""
 
     step: int
     samples: float
     seconds: float
-    """What its own computation took in the step before, per sample."""
+    """Time of its own computation in the step before, per sample."""
     metric: bool
     """Whether it knows the optimiser's metric."""
     rate: float = 0.0
@@ -74,95 +53,117 @@ class Word:
         return [float(self.step), self.samples, self.seconds, float(self.metric), self.rate, float(self.failed)]
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Word:
+    def of(cls, numbers: Sequence[float]) -> RankReport:
         return cls(int(numbers[0]), numbers[1], numbers[2], bool(numbers[3]), numbers[4], bool(numbers[5]))
 
 
 @dataclass(eq=False)
 class Delivery:
-    """One step on its way."""
+    """The exchange of one step."""
 
-    word: Word
+    report: RankReport
+    """This rank's own."""
     depths: tuple[int, ...]
+    """How deep each rank goes, in segments."""
     segments: int
-    buckets: list[Bucket]
+    """How many segments the model has."""
+    buckets: list[SegmentBucket]
     used: set[Leaf] = field(default_factory=set)
-    """What got a gradient on this rank. Grows while backward runs; a bucket that is ready has all of its own here."""
+    """Leaves that got a gradient on this rank. The set grows while backward runs; those of a ready bucket are in it."""
     metric: Metric | None = None
-    """Set on a step that is measured."""
+    """The optimiser's metric, on a step that the guard measures; None on others."""
     buffers: list[torch.Tensor] = field(default_factory=list)
-    """The first rank's go to all at the end."""
+    """Buffers that every rank takes over from the first one at the end."""
     ready: list[threading.Event] = field(default_factory=list)
+    """One for each bucket: this rank has all of its gradients, or contributes none."""
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     abandoned: bool = False
-    """The backward pass raised: what is not ready will never be."""
-    words: list[Word] = field(default_factory=list)
+    """The backward pass raised: buckets that are not ready will never be."""
+    reports: list[RankReport] = field(default_factory=list)
     squares: list[list[float]] = field(default_factory=list)
     """On a measured step, of every rank: |g|² per segment (0 where it did not contribute), then |mean|² per segment."""
     in_metric: bool = False
+    """Whether norms are taken in the optimiser's metric, because all ranks know it."""
 
     def contributors(self, segment: int) -> list[int]:
-        return [rank for rank, depth in enumerate(self.depths) if depth >= self.segments - segment]
+        return contributors(self.depths, self.segments, segment)
+
+    def measurement(self) -> NoiseMeasurement:
+        """What a measured step, at its end, tells the guard."""
+        return NoiseMeasurement(
+            step=self.report.step,
+            depths=self.depths,
+            samples=[report.samples for report in self.reports],
+            squares=[squares[: self.segments] for squares in self.squares],
+            mean_squares=self.squares[0][self.segments :],
+            in_metric=self.in_metric,
+        )
 
 
 class Courier:
-    """The thread and the process group that it alone uses, so that no collective of the user's comes in between."""
+    """The communication thread, and the process group that only it uses: no collective of the user's comes between."""
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout: float) -> None:
         self._group, self._device, self._timeout = group, device, timeout
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # It holds nothing but the queue between steps, so that it never keeps a module alive.
+        # Between steps the thread holds nothing but the queue, so that it never keeps a module alive.
         threading.Thread(target=_serve, args=(self._queue,), name="dovetail-courier", daemon=True).start()
 
     def begin(self, delivery: Delivery) -> None:
         """Starts a step. Buckets to which this rank does not contribute are ready at once."""
         delivery.ready = [threading.Event() for _ in delivery.buckets]
         for bucket, event in zip(delivery.buckets, delivery.ready, strict=True):
-            if self._rank not in delivery.contributors(bucket.segment):
+            if self.rank not in delivery.contributors(bucket.segment):
                 event.set()
         self._queue.put((self._carry, delivery))
 
     def finish(self, delivery: Delivery) -> None:
         """Waits until every gradient has arrived."""
-        for event in delivery.ready:  # those whose parameters got no gradient in this step
+        for event in delivery.ready:  # buckets with parameters that got no gradient in this step
             event.set()
         if not delivery.done.wait(self._timeout * (len(delivery.buckets) + 2)):
-            raise Error(f"step {delivery.word.step}: no answer from the other ranks within {self._timeout:g} s")
+            raise Error(f"step {delivery.report.step}: no answer from the other ranks within {self._timeout:g} s")
         if isinstance(delivery.error, Error):
             raise delivery.error
         if delivery.error is not None:
-            why = plain(delivery.error)
-            raise Error(f"step {delivery.word.step}: a rank was lost while gradients were on their way: {why}")
+            reason = first_line(delivery.error)
+            raise Error(f"step {delivery.report.step}: a rank was lost while gradients were on their way: {reason}")
 
     def abandon(self, delivery: Delivery) -> None:
-        """Lets the thread go that waits for gradients of a backward pass that has raised."""
+        """Ends the thread's wait for gradients of a backward pass that has raised."""
         delivery.abandoned = True
         for event in delivery.ready:
             event.set()
 
     def tell_failure(self, step: int, *, wait: bool = True) -> None:
-        """Lets the others know that this rank will not come to this step.
+        """Tells the other ranks, when they begin `step`, that this one has failed.
 
-        Whoever ends right after this must wait until they have heard; whoever was interrupted must not be held up.
+        A rank that exits right afterwards must `wait` until they have received it; an interrupted one must not.
         """
-        word = Word(step=step, samples=0, seconds=0, metric=False, failed=True)
+        report = RankReport(step=step, samples=0, seconds=0, metric=False, failed=True)
         with contextlib.suppress(Exception):  # the failure itself is what the user must see
             if wait:
-                self._gather(word.numbers())
+                self._gather(report.numbers())
             else:
-                self._send(word.numbers())
+                self._send(report.numbers())
 
     def close(self) -> None:
         self._queue.put(None)
 
+    def gather_objects(self, value: T) -> list[T]:
+        """The value of every rank. A collective, for use while no delivery is under way."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
     def _carry(self, delivery: Delivery) -> None:
         with torch.no_grad():
-            delivery.words = [Word.of(numbers) for numbers in self._gather(delivery.word.numbers())]
+            delivery.reports = [RankReport.of(numbers) for numbers in self._gather(delivery.report.numbers())]
             self._check(delivery)
-            delivery.in_metric = all(word.metric for word in delivery.words)
+            delivery.in_metric = all(report.metric for report in delivery.reports)
             squares = torch.zeros(2, delivery.segments, dtype=torch.float64)
             for bucket, ready in zip(delivery.buckets, delivery.ready, strict=True):
                 ready.wait()
@@ -175,15 +176,15 @@ class Courier:
                 delivery.squares = self._gather([float(x) for x in squares.flatten()])
 
     def _check(self, delivery: Delivery) -> None:
-        for rank, word in enumerate(delivery.words):
-            if word.failed:
-                raise Error(f"step {delivery.word.step}: rank {rank} has failed; its own message says why")
-            if word.step != delivery.word.step:
-                raise Error(f"rank {rank} is at step {word.step}, this one at step {delivery.word.step}")
+        for rank, report in enumerate(delivery.reports):
+            if report.failed:
+                raise Error(f"step {delivery.report.step}: rank {rank} has failed; its own message says why")
+            if report.step != delivery.report.step:
+                raise Error(f"rank {rank} is at step {report.step}, this one at step {delivery.report.step}")
 
-    def _reduce(self, delivery: Delivery, bucket: Bucket, squares: torch.Tensor) -> None:
+    def _reduce(self, delivery: Delivery, bucket: SegmentBucket, squares: torch.Tensor) -> None:
         contributors = delivery.contributors(bucket.segment)
-        mine = self._rank in contributors
+        mine = self.rank in contributors
         metric = self._metric_of(delivery, bucket)
         if mine:
             for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
@@ -191,8 +192,8 @@ class Courier:
                 view.zero_() if gradient is None else view.copy_(gradient)
             if delivery.metric is not None:
                 squares[0, bucket.segment] += _square(bucket.gradients, metric)
-            total = sum(delivery.words[rank].samples for rank in contributors)
-            bucket.gradients.mul_(delivery.word.samples / total if total else 1 / len(contributors))
+            total = sum(delivery.reports[rank].samples for rank in contributors)
+            bucket.gradients.mul_(delivery.report.samples / total if total else 1 / len(contributors))
             bucket.used.copy_(torch.tensor([float(leaf in delivery.used) for leaf in bucket.leaves]))
         self._exchange(bucket.flat, contributors)
         for leaf, view, used in zip(bucket.leaves, bucket.views, bucket.used.tolist(), strict=True):
@@ -202,12 +203,12 @@ class Courier:
                 leaf.tensor.grad = view.to(leaf.tensor.dtype, copy=True)
             else:
                 leaf.tensor.grad.copy_(view)
-        if delivery.metric is not None and self._rank == 0:
+        if delivery.metric is not None and self.rank == 0:
             squares[1, bucket.segment] += _square(bucket.gradients, metric)
 
     def _exchange(self, flat: torch.Tensor, contributors: list[int]) -> None:
         """From weighted gradients on the contributors to their sum on all ranks."""
-        if len(contributors) == self._size:
+        if len(contributors) == self.size:
             dist.all_reduce(flat, group=self._group)
             return
         shards = self._scatter(flat, contributors) if len(contributors) > 1 else [flat]
@@ -224,27 +225,28 @@ class Courier:
         """Afterwards each contributor's own part of `flat` holds the sum. Added in the order of the ranks."""
         shards = list(torch.tensor_split(flat, len(contributors)))
         sizes = {rank: shard.numel() for rank, shard in zip(contributors, shards, strict=True)}
-        if self._rank in contributors:
-            own = sizes[self._rank]
+        if self.rank in contributors:
+            own = sizes[self.rank]
             outgoing, incoming = flat, flat.new_empty(own * len(contributors))
-            send = [sizes.get(rank, 0) for rank in range(self._size)]
-            receive = [own if rank in sizes else 0 for rank in range(self._size)]
+            send = [sizes.get(rank, 0) for rank in range(self.size)]
+            receive = [own if rank in sizes else 0 for rank in range(self.size)]
         else:
             outgoing, incoming = flat.new_empty(0), flat.new_empty(0)
-            send = receive = [0] * self._size
+            send = receive = [0] * self.size
         dist.all_to_all_single(incoming, outgoing, receive, send, group=self._group)
-        if self._rank in contributors:
-            torch.sum(incoming.view(len(contributors), own), dim=0, out=shards[contributors.index(self._rank)])
+        if self.rank in contributors:
+            torch.sum(incoming.view(len(contributors), own), dim=0, out=shards[contributors.index(self.rank)])
         return shards
 
     def share(self, buffers: list[torch.Tensor]) -> None:
-        """The first rank's buffers, on all ranks, as DDP does."""
+        """Copies the first rank's tensors to all ranks, as DDP does with buffers. A collective."""
         for dtype in dict.fromkeys(b.dtype for b in buffers):
             same = [b for b in buffers if b.dtype == dtype and b.numel()]
             if not same:
                 continue
             flat = torch.cat([b.detach().flatten() for b in same])
-            dist.broadcast(flat.view(torch.uint8), src=self._ranks[0], group=self._group)  # gloo knows not every dtype
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(flat.view(torch.uint8), src=self._ranks[0], group=self._group)
             for buffer, part in zip(same, flat.split([b.numel() for b in same]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
@@ -255,12 +257,12 @@ class Courier:
 
     def _send(self, numbers: list[float]) -> tuple[list[torch.Tensor], dist.Work]:
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self._size)]
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
         work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
         assert work is not None
         return everyone, work
 
-    def _metric_of(self, delivery: Delivery, bucket: Bucket) -> torch.Tensor | None:
+    def _metric_of(self, delivery: Delivery, bucket: SegmentBucket) -> torch.Tensor | None:
         """1/√v for every element of the bucket, or None for the plain metric."""
         if delivery.metric is None or not delivery.in_metric:
             return None

@@ -1,4 +1,4 @@
-"""Which samples a worker gets at each step: its depth stays, the data moves on.
+"""Which samples a worker gets at each step: its depth stays, and the data goes round.
 
 The samples of one step are cut into one part per worker. At step t, worker r takes part (r + t) mod k, so that every
 part of the data meets every depth, while the tasks' shapes, memory and placement never change.
@@ -55,7 +55,7 @@ class RotatingBatches(Sampler[list[int]]):
         """Steps handed out so far. Set it when training resumes from a checkpoint."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order of the samples for each epoch."""
+        """Sets the epoch, whose number seeds the order of the samples."""
         self._epoch = epoch
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""Which parameters belong to which segment of a model, and how a worker stays out of the first ones.
+"""Which parameters belong to which segment of a model, and how a worker leaves the first segments out of backward.
 
-A worker of depth d takes the gradients of the parameters of the first segments away for a step: autograd then records
-nothing there, keeps no activation and stops by itself where no parameter before wants a gradient. The forward pass is
-the model's own, so skip connections across a cut work, and batch norms see every batch.
+A worker of depth d takes the parameters of all but the last d segments out of autograd for a step: autograd then
+records nothing there, keeps no activation, and ends backward where no earlier parameter needs a gradient. The forward
+pass is the model's own, so skip connections across a cut work, and batch norms see every batch.
 
 A parameter that layers of several segments share (tied embeddings) is a *leaf* of its own in each of them: during
 forward the later ones use an alias with the same memory, so that each use has its own gradient and contributors.
@@ -10,13 +10,13 @@ forward the later ones use an alias with the same memory, so that each use has i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from dovetail.core.depth_plan import DepthPlan, Phase, Segment, WorkerPrediction
+from dovetail.core.depth_plan import DepthPhase, DepthPlan, Segment, WorkerPrediction
 from dovetail.core.errors import Error
 from dovetail.measure.batches import Batch, resized, size
 from dovetail.measure.passes import find_layers, untouched
@@ -40,11 +40,16 @@ class Leaf:
         return self.tensor is not self.parameter
 
     def gradient_inside(self) -> str:
-        """What is wrong if a backward pass inside another one gave it a gradient: there may be more to come."""
+        """The error line for a gradient from a backward pass inside another: it may not be complete."""
         return (
             f"parameter {self.name!r} got a gradient in a backward pass inside another, as in reentrant checkpointing: "
             "such a model cannot be cut; pass use_reentrant=False to torch.utils.checkpoint"
         )
+
+
+def contributors(depths: Sequence[int], segments: int, segment: int) -> list[int]:
+    """Workers that compute gradients of a segment, by their depths; segments count from the input."""
+    return [worker for worker, depth in enumerate(depths) if depth >= segments - segment]
 
 
 class Segments:
@@ -64,14 +69,14 @@ class Segments:
             )
 
     def contributed(self, depth: int) -> list[Leaf]:
-        """What a worker of this depth computes gradients for."""
+        """Leaves for which a worker of this depth computes gradients."""
         return [leaf for leaf in self.leaves if leaf.segment >= self.count - depth]
 
     def freeze(self, depth: int) -> None:
         """From now on autograd does not see the segments before the last `depth` ones."""
         self.thaw()
         for leaf in self.leaves:
-            if leaf.alias:  # the user freezes the parameter and knows of no alias
+            if leaf.alias:  # the user may have frozen the parameter, but cannot see its alias
                 leaf.tensor.requires_grad_(leaf.parameter.requires_grad)
         for leaf in self.leaves:
             if leaf.segment < self.count - depth and leaf.tensor.requires_grad:
@@ -79,24 +84,27 @@ class Segments:
                 self._frozen.append(leaf.tensor)
 
     def thaw(self) -> None:
-        """Undoes `freeze`. What the user has frozen meanwhile stays so."""
+        """Undoes `freeze`. Parameters that the user has frozen meanwhile stay frozen."""
         for tensor in self._frozen:
             tensor.requires_grad_(True)
         self._frozen.clear()
 
-    def hold(self, seen: Iterable[Leaf]) -> None:
-        """After an unsynchronised pass: what waits for the next one. Torch counts a tensor's changes in place."""
-        self._held = {
-            leaf: leaf.tensor.grad._version for leaf in seen if not leaf.alias and leaf.tensor.grad is not None
-        }
+    def hold(self, leaf: Leaf) -> None:
+        """After a gradient that stays on this rank until the next exchange: remembers its version (torch counts the
+        changes of a tensor in place).
+        """
+        if not leaf.alias and leaf.tensor.grad is not None:
+            self._held[leaf] = leaf.tensor.grad._version
 
     def thrown_away(self) -> bool:
-        """Before a pass: whether the user has dropped what was held, with `zero_grad`. Aliases', which no optimiser
-        knows of, go too. A worker that held gradients of aliases alone cannot tell, and keeps them.
+        """Before a forward pass: whether the user has dropped the held gradients, with `zero_grad`.
+
+        Gradients of aliases, which no optimiser sees, are dropped with them. A worker that holds gradients of aliases
+        only cannot tell, and keeps them.
         """
-        held, self._held = self._held, {}
-        if not held or not all(_dropped(leaf, version) for leaf, version in held.items()):
-            return False
+        if not self._held or not all(_dropped(leaf, version) for leaf, version in self._held.items()):
+            return False  # and `_held` stays: nobody need go backward through this pass
+        self._held = {}
         for leaf in self.leaves:
             if leaf.alias:
                 leaf.tensor.grad = None
@@ -114,9 +122,9 @@ class Segments:
                 leaf.tensor.grad = None
 
     def uneven(self, seen: Sequence[set[int]], depths: Sequence[int]) -> str | None:
-        """What is wrong if a contributor got no gradient where another did. `seen`: the leaves of every rank."""
+        """An error line if a contributor got no gradient where another did. `seen`: indices of leaves, by rank."""
         for index, leaf in enumerate(self.leaves):
-            expected = [rank for rank, depth in enumerate(depths) if depth >= self.count - leaf.segment]
+            expected = contributors(depths, self.count, leaf.segment)
             have = [rank for rank in expected if index in seen[rank]]
             without = [rank for rank in expected if index not in seen[rank]]
             if have and without:
@@ -134,7 +142,7 @@ class Segments:
         try:
             for leaf in self.leaves:
                 if leaf.alias:
-                    if leaf.tensor.data_ptr() != leaf.parameter.data_ptr():  # somebody has given it other memory
+                    if leaf.tensor.data_ptr() != leaf.parameter.data_ptr():  # the user has given it other memory
                         leaf.tensor.data = leaf.parameter.data
                     for module, name in leaf.places:
                         module._parameters[name] = leaf.tensor
@@ -146,7 +154,7 @@ class Segments:
 
 
 def _dropped(leaf: Leaf, version: int) -> bool:
-    """Zeros alone do not tell: a batch whose loss is masked out has such gradients, and counts."""
+    """Whether the user dropped a held gradient. A zero gradient that was not changed is that of a masked loss."""
     gradient = leaf.tensor.grad
     return gradient is None or (gradient._version != version and not bool(gradient.any()))
 
@@ -211,8 +219,8 @@ def cut(
     nothing = WorkerPrediction(forward=0.0, backward=0.0, activations=0, sent=0)
     local = tuple(batches) if batches is not None else (own,) * len(depths)
 
-    def phase(d: Sequence[int]) -> Phase:
-        return Phase(begins=0.0, depths=tuple(d), batches=local, workers=(nothing,) * len(depths), iteration=0.0)
+    def phase(d: Sequence[int]) -> DepthPhase:
+        return DepthPhase(begins=0.0, depths=tuple(d), batches=local, workers=(nothing,) * len(depths), iteration=0.0)
 
     plan = DepthPlan(
         policy=policy,

@@ -1,8 +1,8 @@
-"""What an unchanged DistributedDataParallel script gets under `dovetail train --spb`.
+"""What an unchanged DistributedDataParallel script gets under `dovetail train`: dovetail's class in place of torch's.
 
-Constructing torch's DistributedDataParallel makes a PartialBackprop. A DataLoader with a DistributedSampler takes its
-batches from RotatingBatches instead: the same epochs and the same global batch, in the plan's shares, with the data
-going round. The script's calls of `set_epoch` go on to count.
+With `--spb`, constructing torch's DistributedDataParallel makes a PartialBackprop, and a DataLoader with a
+DistributedSampler takes its batches from RotatingBatches instead: the same epochs and the same global batch, in the
+plan's shares, with the data going round. The script's calls of `set_epoch` keep their effect.
 """
 
 from __future__ import annotations
@@ -22,14 +22,30 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dovetail.core.depth_plan import DepthPlan
 from dovetail.planning.depth.guard import Guard
+from dovetail.train.data_parallel.module import DistributedDataParallel as PlannedDDP
 from dovetail.train.partial.module import PartialBackprop
 from dovetail.train.partial.rotation import RotatingBatches
 
-from .launcher import Partial
+from .launcher import PartialOptions
 
 
-def adopt_partial(given: Partial) -> None:
-    """From now on, scripts in this process train under partial backpropagation."""
+def adopt_planned() -> None:
+    """From now on, constructing torch's DistributedDataParallel makes dovetail's.
+
+    The class itself stays where it is and only learns to make its subclass. So code that imported it earlier is served
+    too, and every `isinstance(model, DistributedDataParallel)`, torch's own included, is as true as before; swapping
+    the name in torch's modules would break torch's own bookkeeping for torch.compile and uneven inputs. Subclasses that
+    others derived from it are left alone, and so is an object that is being unpickled (it has no arguments).
+    """
+
+    def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(PlannedDDP if cls is DistributedDataParallel and (args or kwargs) else cls)
+
+    DistributedDataParallel.__new__ = staticmethod(new)  # type: ignore[method-assign]
+
+
+def adopt_partial(given: PartialOptions) -> None:
+    """From now on, constructing torch's DistributedDataParallel makes a PartialBackprop, and loaders move the data."""
     plan = given.depths()
     guard = None
     if given.policy == "guard":
@@ -52,7 +68,7 @@ def adopt_partial(given: Partial) -> None:
 
     DistributedDataParallel.__new__ = staticmethod(new)  # type: ignore[method-assign]
     _rotate(plan, given)
-    _speak()
+    _log_to_stderr()
 
 
 def shares(plan: DepthPlan, phase: int, total: int) -> tuple[int, ...]:
@@ -67,7 +83,7 @@ def shares(plan: DepthPlan, phase: int, total: int) -> tuple[int, ...]:
 
 
 class _Rotated(RotatingBatches):
-    """Follows the epochs of the sampler whose place it takes."""
+    """Batches that follow the epochs of the sampler they replace."""
 
     def __init__(self, sampler: DistributedSampler[Any], batches: tuple[int, ...]) -> None:
         super().__init__(
@@ -84,7 +100,7 @@ class _Rotated(RotatingBatches):
         return super().__iter__()
 
 
-def _rotate(plan: DepthPlan | None, given: Partial) -> None:
+def _rotate(plan: DepthPlan | None, given: PartialOptions) -> None:
     original = DataLoader.__init__
     signature = inspect.signature(original)
 
@@ -101,7 +117,7 @@ def _rotate(plan: DepthPlan | None, given: Partial) -> None:
                 bound.pop(name, None)
             bound["batch_sampler"] = _Rotated(sampler, batches)
             original(**bound)
-            # DataLoader lets nobody exchange these; scripts read them, and call `loader.sampler.set_epoch`.
+            # Around DataLoader's own check: scripts read these, and call `loader.sampler.set_epoch`.
             object.__setattr__(self, "sampler", sampler)
             object.__setattr__(self, "batch_size", batches[sampler.rank])
         else:
@@ -110,8 +126,8 @@ def _rotate(plan: DepthPlan | None, given: Partial) -> None:
     DataLoader.__init__ = init  # type: ignore[method-assign]
 
 
-def _speak() -> None:
-    """The guard's lines on stderr, from the first rank: where the user looks for them."""
+def _log_to_stderr() -> None:
+    """Writes the guard's log to stderr, from the first rank only."""
     log = logging.getLogger("dovetail")
     if int(os.environ.get("RANK", "0")) == 0 and not log.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -1,7 +1,6 @@
-"""torchrun without its epilogue: what `dovetail train` starts.
+"""torchrun without its own traceback at the end; `dovetail train` starts it.
 
-The script's own traceback stands on stderr when a rank fails, and the caller knows which signal it sent. torchrun would
-add a traceback of its own to either.
+When a rank fails, the script's own traceback is on stderr already; after a signal, the caller knows which one it sent.
 """
 
 from __future__ import annotations

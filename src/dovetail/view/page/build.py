@@ -1,4 +1,4 @@
-"""Contents made into the page's document. Where a profile and a network are there, what dovetail would change too."""
+"""Builds the page's document from contents; with a profile and a network, also what dovetail would change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from dovetail.view import explain, palette
 
 from . import columns, lead, sections
 from .contents import Contents
-from .document import Bar, Document, Lead, Planned, Scaling
+from .document import Bar, Document, DrawnTimeline, FabricSection, Lead, PlanSection, ScalingSection
 from .fabric import fabric
-from .pictures import Drawn
-from .places import Fabric
 from .reports import ScaleEntry, ScaleReport
 
 EMPTY = {
@@ -48,7 +46,7 @@ MOST_TENSORS = 600
 
 
 @dataclass(frozen=True)
-class Setting:
+class PredictedPlan:
     """A plan beside torch's default, both predicted: what dovetail would change."""
 
     profile: Profile
@@ -115,7 +113,7 @@ def document(contents: Contents, *, live: bool = False) -> Document:
 _WITHOUT = "Nothing to draw it against: the profile {!r} and the network {!r} it was made from are not here."
 
 
-def _settings(contents: Contents, notes: list[str]) -> Iterable[Setting]:
+def _settings(contents: Contents, notes: list[str]) -> Iterable[PredictedPlan]:
     """Every plan that can be predicted again; without plans, the one dovetail would choose."""
     profiles: dict[str, Profile] = {}
     networks: dict[str, Network] = {}
@@ -140,7 +138,7 @@ def _settings(contents: Contents, notes: list[str]) -> Iterable[Setting]:
             notes.append(str(e))
 
 
-def _setting(job: Profile, net: Network, plan: Plan) -> Setting:
+def _setting(job: Profile, net: Network, plan: Plan) -> PredictedPlan:
     simulate(plan, job, net)  # refuses a plan that is not for this profile
     known = "all_reduce" in net.collectives
     compared = rivals(
@@ -148,18 +146,18 @@ def _setting(job: Profile, net: Network, plan: Plan) -> Setting:
     )
     if plan.overlap == "forward" and known:
         compared.append(choose(job, net, workers=plan.workers, batch=plan.batch, policy="ddp"))
-    return Setting(job, net, plan, compared)
+    return PredictedPlan(job, net, plan, compared)
 
 
-def _planned(s: Setting) -> Planned:
-    pictures: list[Drawn] = [columns.drawn(s.predicted(s.chosen))]
+def _planned(s: PredictedPlan) -> PlanSection:
+    pictures: list[DrawnTimeline] = [columns.drawn(s.predicted(s.chosen))]
     default = s.default
     if default is not None and (default.policy, default.overlap) != (s.chosen.policy, s.chosen.overlap):
         pictures.insert(0, columns.drawn(s.predicted(default)))
     return sections.planned(s.chosen, s.compared, explain.explain(s.chosen, s.compared, s.network), pictures, "")
 
 
-def _scaled(settings: Sequence[Setting], notes: list[str]) -> list[Scaling]:
+def _scaled(settings: Sequence[PredictedPlan], notes: list[str]) -> list[ScalingSection]:
     if not settings or "all_reduce" not in settings[0].network.collectives:
         return []
     job, net = settings[0].profile, settings[0].network
@@ -180,7 +178,7 @@ def _pair(timelines: Sequence[Timeline]) -> tuple[Timeline, Timeline] | None:
     return next((pair for pair in pairs if pair[0].name == pair[1].name), pairs[0] if pairs else None)
 
 
-def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]) -> Lead:
+def _lead(contents: Contents, settings: Sequence[PredictedPlan], others: Sequence[str]) -> Lead:
     """What was measured comes first; then torch's default beside the plan; or else what else is known of the time.
 
     Where two ways of training were measured they speak for themselves, and only what did not run is predicted.
@@ -212,7 +210,7 @@ def _lead(contents: Contents, settings: Sequence[Setting], others: Sequence[str]
     return lead.lead(_subject(contents, settings), bars, default=default, plan=plan, more=told)
 
 
-def _subject(contents: Contents, settings: Sequence[Setting]) -> str:
+def _subject(contents: Contents, settings: Sequence[PredictedPlan]) -> str:
     """The job in as few words as there are: a timeline's name says more than is needed."""
     names = (
         [s.profile.name for s in settings] + [p.name for p in contents.profiles] + [p.profile for p in contents.plans]
@@ -220,7 +218,7 @@ def _subject(contents: Contents, settings: Sequence[Setting]) -> str:
     return names[0] if names else _title(contents)
 
 
-def _fabrics(contents: Contents) -> Iterable[Fabric]:
+def _fabrics(contents: Contents) -> Iterable[FabricSection]:
     for report in contents.fabrics:
         yield fabric(report.name, report.links, report.counters, report.believed, contents.paths)
 

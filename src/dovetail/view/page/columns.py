@@ -14,15 +14,14 @@ from dovetail.core.timeline import Span, Timeline
 from dovetail.view import palette, tracks, units
 from dovetail.view.schedule import span
 
-from .pictures import Columns, Drawn, Look, Row, Source
-from .places import JobRow, Shared
+from .document import Columns, DrawnTimeline, JobRow, LegendEntry, ScheduleSection, Source, TimelineRow
 
 HEIGHTS = {"communication": 0.55, "wait": 0.2, "idle": 0.2}
 """Of a row. What is hidden is drawn half as high and what does nothing as a line, so that colour is not needed."""
 OTHER_JOBS = "#8a8f98"
 
 
-class Cell(NamedTuple):
+class DrawnSpan(NamedTuple):
     """A span to draw; `look` is a key of the looks it is drawn with."""
 
     look: str
@@ -32,17 +31,17 @@ class Cell(NamedTuple):
     bytes: int = 0
 
 
-class Lane(NamedTuple):
+class DrawnRow(NamedTuple):
     label: str
     group: str
-    cells: list[Cell]
+    cells: list[DrawnSpan]
 
 
-def drawn(timeline: Timeline) -> Drawn:
+def drawn(timeline: Timeline) -> DrawnTimeline:
     """A timeline as the page draws it; its time starts at 0."""
     title = f"{timeline.source}{', emulated' if timeline.emulated else ''} · {timeline.name}"
     looks = {
-        key: Look(label=look.label, color=look.color, height=HEIGHTS.get(key, 1.0))
+        key: LegendEntry(label=look.label, color=look.color, height=HEIGHTS.get(key, 1.0))
         for key, look in palette.LOOKS.items()
     }
     return pack(
@@ -56,23 +55,23 @@ def drawn(timeline: Timeline) -> Drawn:
     )
 
 
-def _lanes(timeline: Timeline) -> Iterator[Lane]:
+def _lanes(timeline: Timeline) -> Iterator[DrawnRow]:
     computing = tracks.computing(timeline)
     for track, spans in tracks.by_track(timeline).items():
         group = tracks.group(track)
         for i, lane in enumerate(tracks.lanes(spans)):
-            yield Lane(f"{track} {i + 1}" if i else track, group, list(_cells(lane, computing.get(group))))
+            yield DrawnRow(f"{track} {i + 1}" if i else track, group, list(_cells(lane, computing.get(group))))
 
 
-def _cells(lane: Iterable[Span], computing: list[tracks.Interval] | None) -> Iterator[Cell]:
+def _cells(lane: Iterable[Span], computing: list[tracks.Interval] | None) -> Iterator[DrawnSpan]:
     for whole in lane:
         for piece in tracks.pieces((whole,), computing):
-            yield Cell(*piece, whole.bytes)
+            yield DrawnSpan(*piece, whole.bytes)
 
 
 def pack(
-    lanes: Sequence[Lane],
-    looks: Mapping[str, Look],
+    lanes: Sequence[DrawnRow],
+    looks: Mapping[str, LegendEntry],
     *,
     name: str,
     title: str,
@@ -80,7 +79,7 @@ def pack(
     duration: float,
     emulated: bool = False,
     origin: float = 0.0,
-) -> Drawn:
+) -> DrawnTimeline:
     """Lanes as columns. The first cell starts at 0; at most 256 looks may occur."""
     cells = [cell for lane in lanes for cell in lane.cells]
     occur = {cell.look for cell in cells}
@@ -93,9 +92,9 @@ def pack(
     sizes = np.array([c.bytes for c in cells], dtype=np.float64)
     rows, at = [], 0
     for lane in lanes:
-        rows.append(Row(label=lane.label, group=lane.group, first=at, stop=at + len(lane.cells)))
+        rows.append(TimelineRow(label=lane.label, group=lane.group, first=at, stop=at + len(lane.cells)))
         at += len(lane.cells)
-    return Drawn(
+    return DrawnTimeline(
         name=name,
         title=title,
         source=source,
@@ -120,7 +119,7 @@ def _base64(values: npt.NDArray[np.generic], dtype: str) -> str:
     return base64.b64encode(values.astype(np.dtype(dtype)).tobytes()).decode("ascii")
 
 
-class _Run(NamedTuple):
+class _Occupancy(NamedTuple):
     """A task or a lease."""
 
     job: str
@@ -135,15 +134,15 @@ class _Run(NamedTuple):
         return (self.stop - self.start) * len(self.devices)
 
 
-def _runs(schedule: Schedule) -> list[_Run]:
+def _runs(schedule: Schedule) -> list[_Occupancy]:
     """Tasks where they were recorded, leases otherwise."""
     return [
-        _Run(r.job, (r.device,), r.start, r.stop, f"{r.job}, iteration {r.iteration}, worker {r.worker}")
+        _Occupancy(r.job, (r.device,), r.start, r.stop, f"{r.job}, iteration {r.iteration}, worker {r.worker}")
         for r in schedule.tasks
-    ] or [_Run(x.job, x.devices, x.start, x.stop, x.job) for x in schedule.leases]
+    ] or [_Occupancy(x.job, x.devices, x.start, x.stop, x.job) for x in schedule.leases]
 
 
-def shared(schedule: Schedule) -> Shared:
+def shared(schedule: Schedule) -> ScheduleSection:
     """A schedule: a row per device (more where leases share it), a colour per job, the largest jobs first."""
     runs = _runs(schedule)
     held: dict[str, float] = {}
@@ -151,22 +150,22 @@ def shared(schedule: Schedule) -> Shared:
         held[run.job] = held.get(run.job, 0.0) + run.held
     largest = sorted(held, key=lambda job: -held[job])
     colors = dict(zip(largest, palette.SERIES, strict=False))
-    looks = {job: Look(label=job, color=color) for job, color in colors.items()}
-    looks["other"] = Look(label=units.count(len(held) - len(colors), "smaller job"), color=OTHER_JOBS)
-    by_device: dict[int, list[Cell]] = {}
+    looks = {job: LegendEntry(label=job, color=color) for job, color in colors.items()}
+    looks["other"] = LegendEntry(label=units.count(len(held) - len(colors), "smaller job"), color=OTHER_JOBS)
+    by_device: dict[int, list[DrawnSpan]] = {}
     for run in runs:
-        cell = Cell(run.job if run.job in colors else "other", run.start, run.stop, run.name)
+        cell = DrawnSpan(run.job if run.job in colors else "other", run.start, run.stop, run.name)
         for device in run.devices:
             by_device.setdefault(device, []).append(cell)
     lanes = [
-        Lane(f"device {device}" + (f" ({i + 1})" if i else ""), f"device {device}", lane)
+        DrawnRow(f"device {device}" + (f" ({i + 1})" if i else ""), f"device {device}", lane)
         for device in sorted(by_device)
         for i, lane in enumerate(apart(by_device[device]))
     ]
     timeline = schedule.timeline()
     what = "tasks" if schedule.tasks else "leases"
     title = f"{schedule.source} · {schedule.policy}: {what} on {units.count(schedule.devices, 'device')}"
-    return Shared(
+    return ScheduleSection(
         title=title,
         sentence=_busy(schedule, sum(held.values()), timeline.duration),
         drawn=pack(lanes, looks, name=schedule.policy, title=title, source=schedule.source, duration=timeline.duration),
@@ -186,9 +185,9 @@ def _busy(schedule: Schedule, held: float, duration: float) -> str:
     return f"{jobs} ran for {span(duration)}; leases cover the devices for {share} of the time."
 
 
-def _jobs(runs: Sequence[_Run], colors: Mapping[str, str], *, tasks: bool) -> tuple[JobRow, ...]:
+def _jobs(runs: Sequence[_Occupancy], colors: Mapping[str, str], *, tasks: bool) -> tuple[JobRow, ...]:
     """A row per job, by device-time."""
-    mine: dict[str, list[_Run]] = {}
+    mine: dict[str, list[_Occupancy]] = {}
     for run in runs:
         mine.setdefault(run.job, []).append(run)
     rows = [
@@ -206,9 +205,9 @@ def _jobs(runs: Sequence[_Run], colors: Mapping[str, str], *, tasks: bool) -> tu
     return tuple(sorted(rows, key=lambda row: -row.device_time))
 
 
-def apart(cells: list[Cell]) -> list[list[Cell]]:
+def apart(cells: list[DrawnSpan]) -> list[list[DrawnSpan]]:
     """Cells of a device in as few rows as let no two overlap."""
-    rows: list[list[Cell]] = []
+    rows: list[list[DrawnSpan]] = []
     for cell in sorted(cells, key=lambda c: (c.start, c.stop)):
         free = next((row for row in rows if row[-1].stop <= cell.start + 1e-9), None)
         if free is None:

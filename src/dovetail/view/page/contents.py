@@ -1,4 +1,4 @@
-"""What a user wants to see, sorted: nouns and answers by kind. The one thing a page is built from.
+"""Contents of a page: nouns and reports of commands, sorted by kind.
 
 Files give contents once; a running cluster gives new ones whenever it is asked. Both are a `Source`.
 """
@@ -17,8 +17,8 @@ from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Timeline
 
-from .places import Shared
-from .reports import BurstReport, FabricReport, Report, ScaleReport, StudyReport, TraceReport
+from .document import ScheduleSection
+from .reports import BurstReport, CommandReport, FabricReport, ScaleReport, StudyReport, TraceReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Contents:
     depths: tuple[DepthPlan, ...] = ()
     timelines: tuple[Timeline, ...] = ()
     schedules: tuple[Schedule, ...] = ()
-    clusters: tuple[Shared, ...] = ()
+    clusters: tuple[ScheduleSection, ...] = ()
     """Schedules that a cluster has already made into a section: it knows states and reasons that no noun has."""
     scale_reports: tuple[ScaleReport, ...] = ()
     burst_reports: tuple[BurstReport, ...] = ()
@@ -43,9 +43,9 @@ class Contents:
     beside: tuple[Profile | Network, ...] = ()
     """What plans were made from, found beside them: used for predictions, not shown for itself."""
     notes: tuple[str, ...] = ()
-    """What is to be read below the first sentence, a line each."""
+    """Lines to show below the first sentence."""
     only: tuple[str, ...] = ()
-    """Kinds of sections (keys of `build.EMPTY`) whose absence is worth a word; none named: all."""
+    """Kinds of sections (keys of `build.EMPTY`) whose absence is mentioned; empty for all kinds."""
 
 
 class Source(Protocol):
@@ -103,13 +103,13 @@ FIELDS: dict[type[Any], str] = {
 
 
 def sort(
-    things: Iterable[Any | Report],
+    things: Iterable[Any | CommandReport],
     *,
     files: Iterable[str] = (),
     beside: Iterable[Profile | Network] = (),
     only: Iterable[str] = (),
 ) -> Contents:
-    """Nouns and answers, each to its own kind."""
+    """Sorts nouns and reports into the fields of their kinds."""
     found: dict[str, tuple[Any, ...]] = {}
     for thing in things:
         field = FIELDS[type(thing)]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from dovetail.view import units
 
-from .places import Fabric, Link, Switch
+from .document import DrawnLink, DrawnSwitch, FabricSection
 from .reports import TraceReport
 
 MOST = 400
@@ -25,7 +25,7 @@ def fabric(
     counters: Mapping[str, int],
     believed: Mapping[str, Sequence[str]],
     paths: Sequence[TraceReport],
-) -> Fabric:
+) -> FabricSection:
     ends = {link: split(link, set(links)) for link in links}
     names = list(dict.fromkeys(end for pair in ends.values() for end in pair))
     index = {switch: i for i, switch in enumerate(names)}
@@ -40,14 +40,14 @@ def fabric(
     )
     if broken and believed:
         sentence += f" {_switches(len(believed))} heard of it from packets."
-    return Fabric(
+    return FabricSection(
         title=f"fabric {name}",
         sentence=sentence,
         switches=tuple(
-            Switch(name=n, x=float(at[i, 0]), y=float(at[i, 1]), believes=tuple(believed.get(n, ())))
+            DrawnSwitch(name=n, x=float(at[i, 0]), y=float(at[i, 1]), believes=tuple(believed.get(n, ())))
             for i, n in enumerate(names)
         ),
-        links=tuple(Link(name=link, a=index[a], b=index[b], state=links[link]) for link, (a, b) in ends.items()),
+        links=tuple(DrawnLink(name=link, a=index[a], b=index[b], state=links[link]) for link, (a, b) in ends.items()),
         counters=dict(counters),
         paths=tuple(paths),
     )

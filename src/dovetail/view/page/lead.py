@@ -1,4 +1,4 @@
-"""The first sentence and the three numbers: where the time goes, and what dovetail would change."""
+"""The page's first sentence and its three numbers: where the time goes, and what dovetail would change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print with --json and the page can show: read as strictly as the nouns, known by their fields."""
+"""Reports of commands, as printed with --json: read as strictly as nouns, and recognised by their fields."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dovetail.core.errors import InputError
 from dovetail.core.files import Bytes, Count, Name, Seconds
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A command's answer. Fields that the page does not use may come and go."""
+class CommandReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command printed. Fields that the page does not use are ignored."""
 
 
-class ScaleEntry(Report, frozen=True, kw_only=True):
+class ScaleEntry(CommandReport, frozen=True, kw_only=True):
     workers: Count
     policy: Name
     iteration: Seconds
     speedup: Seconds
 
 
-class ScaleReport(Report, frozen=True, kw_only=True):
+class ScaleReport(CommandReport, frozen=True, kw_only=True):
     """`dovetail scale … --json`."""
 
     profile: str
@@ -32,14 +32,14 @@ class ScaleReport(Report, frozen=True, kw_only=True):
     points: tuple[ScaleEntry, ...]
 
 
-class BurstEntryPrediction(Report, frozen=True, kw_only=True):
+class BurstEntryPrediction(CommandReport, frozen=True, kw_only=True):
     iteration: Seconds
     device_time: Seconds
     one_device: Seconds
     memory: Bytes = 0
 
 
-class BurstEntry(Report, frozen=True, kw_only=True):
+class BurstEntry(CommandReport, frozen=True, kw_only=True):
     policy: Name
     name: str
     profile: str
@@ -52,7 +52,7 @@ class BurstEntry(Report, frozen=True, kw_only=True):
     free_devices: float
 
 
-class BurstReport(Report, frozen=True, kw_only=True):
+class BurstReport(CommandReport, frozen=True, kw_only=True):
     """`dovetail plan … --burst --json`."""
 
     chosen: Name
@@ -60,38 +60,38 @@ class BurstReport(Report, frozen=True, kw_only=True):
     plans: tuple[BurstEntry, ...]
 
 
-class Traced(Report, frozen=True, kw_only=True):
+class StudyTrace(CommandReport, frozen=True, kw_only=True):
     name: str
     jobs: Count
     assumed: str = ""
 
 
-class Sizes(Report, frozen=True, kw_only=True):
+class StudyGroup(CommandReport, frozen=True, kw_only=True):
     mean: Seconds
     queueing: float
 
 
-class Sample(Report, frozen=True, kw_only=True):
+class StudySample(CommandReport, frozen=True, kw_only=True):
     makespan: Seconds
     busy: float
-    groups: tuple[Sizes, ...]
+    groups: tuple[StudyGroup, ...]
 
 
-class StudyCell(Report, frozen=True, kw_only=True):
+class StudyEntry(CommandReport, frozen=True, kw_only=True):
     policy: Name
     load: float | None
-    samples: tuple[Sample, ...]
+    samples: tuple[StudySample, ...]
 
 
-class StudyReport(Report, frozen=True, kw_only=True):
+class StudyReport(CommandReport, frozen=True, kw_only=True):
     """`dovetail schedule … --json`."""
 
-    trace: Traced
+    trace: StudyTrace
     devices: Count
-    cells: tuple[StudyCell, ...]
+    cells: tuple[StudyEntry, ...]
 
 
-class FabricReport(Report, frozen=True, kw_only=True):
+class FabricReport(CommandReport, frozen=True, kw_only=True):
     """`dovetail fabric status --json`."""
 
     name: Name
@@ -100,7 +100,7 @@ class FabricReport(Report, frozen=True, kw_only=True):
     believed: dict[str, tuple[str, ...]] = {}
 
 
-class TraceReport(Report, frozen=True, kw_only=True):
+class TraceReport(CommandReport, frozen=True, kw_only=True):
     """`dovetail fabric trace A B --json`."""
 
     source: str
@@ -110,10 +110,10 @@ class TraceReport(Report, frozen=True, kw_only=True):
     why: str
 
 
-R = TypeVar("R", bound=Report)
+R = TypeVar("R", bound=CommandReport)
 
-# The fields by which an answer is known, the most telling first.
-KINDS: tuple[tuple[frozenset[str], type[Report], str], ...] = (
+# The fields by which a report is recognised, the most specific first.
+KINDS: tuple[tuple[frozenset[str], type[CommandReport], str], ...] = (
     (frozenset({"points", "profile"}), ScaleReport, "dovetail scale"),
     (frozenset({"plans", "chosen", "explanation"}), BurstReport, "dovetail plan --burst"),
     (frozenset({"cells", "trace"}), StudyReport, "dovetail schedule"),
@@ -122,8 +122,8 @@ KINDS: tuple[tuple[frozenset[str], type[Report], str], ...] = (
 )
 
 
-def read(path: FilePath) -> Report | None:
-    """The answer in a file; None for what is no answer of ours, which then is read as a noun."""
+def read(path: FilePath) -> CommandReport | None:
+    """Reads the report in a file; None where the file is no report (it may be a noun)."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Nouns and answers as the page's sections: one small function each."""
+"""Nouns and reports as the page's sections: one function for each kind."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Comparison
-from dovetail.planning.merge import policies
+from dovetail.planning.merge.policies import POLICIES
 from dovetail.view import tables, units
 
 from .document import (
     BucketRow,
-    Burst,
-    Collective,
+    BurstSection,
+    CollectiveRow,
+    ComparisonSection,
     DepthRow,
-    Depths,
+    DepthsSection,
+    DrawnTimeline,
     Family,
-    Kinds,
-    Layers,
-    Planned,
-    Policy,
-    Scaling,
+    LayersSection,
+    NetworkSection,
+    PlanSection,
+    PolicyRow,
+    ScalingSection,
     Series,
-    Sized,
-    Trade,
-    Wires,
+    SizeRow,
+    StudyRow,
+    StudySection,
+    TradeOff,
 )
-from .pictures import Drawn
-from .places import Outcome, Study
 from .reports import BurstReport, ScaleReport, StudyReport
 
 
-def layers(p: Profile) -> Layers:
+def layers(p: Profile) -> LayersSection:
     forward, backward = tuple(x.forward(p.batch) for x in p.layers), tuple(x.backward(p.batch) for x in p.layers)
     total = sum(forward) + sum(backward) or 1.0
     most = max(range(len(p.layers)), key=lambda i: forward[i] + backward[i])
     heavy = max(range(len(p.layers)), key=lambda i: p.layers[i].parameter_bytes)
-    return Layers(
+    return LayersSection(
         title=f"{p.name}: {units.count(len(p.layers), 'layer')}, {units.size(p.parameter_bytes)} of gradients, "
         f"{'emulated' if p.emulated else 'measured'} on {p.device}",
         sentence=f"At a local batch of {p.batch}, forward takes {units.seconds(p.forward_time())} and backward "
@@ -61,19 +62,19 @@ def layers(p: Profile) -> Layers:
 
 
 def planned(
-    chosen: Plan, compared: Sequence[Plan], sentences: Sequence[str], drawn: Sequence[Drawn], missing: str
-) -> Planned:
+    chosen: Plan, compared: Sequence[Plan], sentences: Sequence[str], drawn: Sequence[DrawnTimeline], missing: str
+) -> PlanSection:
     how = ", overlapping forward too" if chosen.overlap == "forward" else ""
     rivals = list(compared)
     if all((p.policy, p.overlap) != (chosen.policy, chosen.overlap) for p in rivals):
         rivals.append(chosen)
     mixed = len({p.overlap for p in rivals}) > 1
-    return Planned(
+    return PlanSection(
         title=f"Plan {chosen.policy}{how}: {chosen.profile} on {units.count(chosen.workers, 'worker')} of "
         f"{chosen.network}, local batch {chosen.batch}",
         sentences=tuple(sentences),
         policies=tuple(
-            Policy(
+            PolicyRow(
                 name=f"{p.policy} (all-reduce)" if mixed and p.overlap == "backward" else p.policy,
                 buckets=len(p.buckets),
                 iteration=p.prediction.iteration,
@@ -101,15 +102,15 @@ def planned(
 def _described(policy: str) -> str:
     """What `--help` says of it; empty for one that only its file knows."""
     try:
-        return policies.parse(policy).description
+        return POLICIES.parse(policy).description
     except Error:
         return ""
 
 
-def depths(plan: DepthPlan) -> Depths:
+def depths(plan: DepthPlan) -> DepthsSection:
     last, full = plan.phases[-1], plan.full
     saved = 1 - sum(w.backward for w in last.workers) / (sum(w.backward for w in full.workers) or 1.0)
-    return Depths(
+    return DepthsSection(
         title=f"{plan.policy}: {plan.profile} on {units.count(plan.workers, 'worker')} of {plan.network}",
         sentence=f"Workers go back through the last {min(last.depths)} to {max(last.depths)} of "
         f"{units.count(len(plan.segments), 'segment')}, which saves {units.percent(saved)} of backward. "
@@ -130,9 +131,9 @@ def depths(plan: DepthPlan) -> Depths:
     )
 
 
-def kinds(c: Comparison) -> Kinds:
+def kinds(c: Comparison) -> ComparisonSection:
     off = abs(c.error)
-    return Kinds(
+    return ComparisonSection(
         sentence=f"The prediction is {units.percent(off)} {'above' if c.error > 0 else 'below'} what was measured."
         if off >= 0.0005
         else "The prediction and the measurement agree.",
@@ -140,22 +141,22 @@ def kinds(c: Comparison) -> Kinds:
     )
 
 
-def wires(n: Network) -> Wires:
+def wires(n: Network) -> NetworkSection:
     how = "measured" if n.measured else "a preset, not measured here"
     first = next(iter(n.collectives))
     fit = n.collectives[first].fit
-    return Wires(
+    return NetworkSection(
         title=f"{n.name}: {units.count(n.ranks, 'rank')}, {how}{', emulated' if n.emulated else ''}",
         sentence=f"Each {first.replace('_', '-')} costs {units.seconds(fit.latency)} to start, however small it is, "
         f"and then moves {units.rate(fit.seconds_per_byte)}: that is why gradients are merged, and why not into one.",
         collectives=tuple(
-            Collective(
+            CollectiveRow(
                 name=name.replace("_", "-"),
                 latency=c.fit.latency,
                 seconds_per_byte=c.fit.seconds_per_byte,
                 error=c.fit.error,
                 samples=tuple(
-                    Sized(bytes=s.bytes, median=s.seconds.median, low=s.seconds.low, high=s.seconds.high)
+                    SizeRow(bytes=s.bytes, median=s.seconds.median, low=s.seconds.low, high=s.seconds.high)
                     for s in c.samples
                 ),
             )
@@ -164,7 +165,7 @@ def wires(n: Network) -> Wires:
     )
 
 
-def scaling(report: ScaleReport) -> Scaling:
+def scaling(report: ScaleReport) -> ScalingSection:
     workers = sorted({p.workers for p in report.points})
     series = []
     for name in dict.fromkeys(p.policy for p in report.points):
@@ -186,22 +187,22 @@ def scaling(report: ScaleReport) -> Scaling:
             f"fast as one worker, {units.percent(best.speedup[-1] / most)} of the ideal"
         )
         sentence += f"; {worst.name} {worst.speedup[-1]:,.0f} times." if len(series) > 1 else "."
-    return Scaling(
+    return ScalingSection(
         title=f"{report.profile} on {report.network}, local batch {report.batch}",
         sentence=sentence,
         series=tuple(series),
     )
 
 
-def burst_report(report: BurstReport) -> Burst:
+def burst_report(report: BurstReport) -> BurstSection:
     chosen = next((p for p in report.plans if p.policy == report.chosen), report.plans[0])
-    return Burst(
+    return BurstSection(
         title=f"{chosen.profile} at a global batch of {chosen.batch} on up to {units.count(chosen.devices, 'device')} "
         f"of {chosen.network}",
         sentences=report.explanation,
         devices=chosen.devices,
         points=tuple(
-            Trade(
+            TradeOff(
                 name=p.name,
                 family=_family(p.policy),
                 iteration=p.prediction.iteration,
@@ -217,10 +218,10 @@ def burst_report(report: BurstReport) -> Burst:
     )
 
 
-def burst_plan(plan: BurstPlan) -> Burst:
+def burst_plan(plan: BurstPlan) -> BurstSection:
     """A single plan has no rivals to trade against; `dovetail plan --burst --json` has."""
     p = plan.prediction
-    return Burst(
+    return BurstSection(
         title=f"{plan.policy}: {plan.profile} at a global batch of {plan.batch} on up to "
         f"{units.count(plan.devices, 'device')} of {plan.network}",
         sentences=(
@@ -230,7 +231,7 @@ def burst_plan(plan: BurstPlan) -> Burst:
         ),
         devices=plan.devices,
         points=(
-            Trade(
+            TradeOff(
                 name=plan.policy,
                 family=_family(plan.policy),
                 iteration=p.iteration,
@@ -250,9 +251,9 @@ def _family(policy: str) -> Family:
     return "data-parallel" if kind == "dp" else "burst" if kind in ("fastest", "cheapest") else "other"
 
 
-def study(report: StudyReport) -> Study:
+def study(report: StudyReport) -> StudySection:
     outcomes = tuple(
-        Outcome(
+        StudyRow(
             policy=c.policy,
             load=c.load,
             makespan=_mean([s.makespan for s in c.samples]),
@@ -264,7 +265,7 @@ def study(report: StudyReport) -> Study:
         if c.samples
     )
     assumed = f" Not in the trace, assumed: {report.trace.assumed}." if report.trace.assumed else ""
-    return Study(
+    return StudySection(
         title=f"{report.trace.name}: {units.count(report.trace.jobs, 'job')} on "
         f"{units.count(report.devices, 'device')}",
         sentence=f"Predicted by simulation, nothing ran.{assumed}",

@@ -30,14 +30,14 @@ HEADERS = {
 """Of every answer, whoever serves the page."""
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, source: Source, port: int) -> None:
         self.source = source
         self.lock = threading.Lock()  # a page is built once at a time, however many ask
         self.built: bytes | None = None
-        super().__init__((ADDRESS, port), Handler)
+        super().__init__((ADDRESS, port), PageHandler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away before its answer is no error."""
@@ -60,8 +60,8 @@ class Server(ThreadingHTTPServer):
             return encode(document(self.source.contents(), live=self.source.live))
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
+class PageHandler(BaseHTTPRequestHandler):
+    server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = 30
 
@@ -98,10 +98,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(source: Source, *, port: int = 0) -> Iterator[Server]:
+def serving(source: Source, *, port: int = 0) -> Iterator[PageServer]:
     """The page of a source, served from a thread until the block ends; port 0 takes a free one."""
     try:
-        server = Server(source, port)
+        server = PageServer(source, port)
     except OSError as e:
         raise Error(f"port {port}: cannot be used: {(e.strerror or str(e)).lower()}") from None
     with server:
