@@ -33,9 +33,8 @@ SYSTEM_BASE = $(shell \
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv)
 SYSTEM_DEV = $(shell \
 	PATH="$$PATH:/usr/sbin:/sbin"; \
-	command -v clang >/dev/null || echo clang llvm; \
+	command -v clang >/dev/null || echo clang; \
 	test -e /usr/include/bpf/bpf_helpers.h || echo libbpf-dev libbpf1; \
-	command -v ethtool >/dev/null || echo ethtool; \
 	command -v ping >/dev/null || echo iputils-ping; \
 	test -e /usr/lib/frr/zebra || echo frr; \
 	command -v chromium >/dev/null || echo chromium)

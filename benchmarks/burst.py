@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def exactness(count: int) -> list[Check]:
-    """The scenarios of the tests, with seeds of their own."""
+    """The scenarios of the tests, with other seeds."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tests.ranks import run_all
     from tests.train.burst import burst_scenarios as scenarios

@@ -26,13 +26,13 @@ DATA = ROOT.parent / "shared" / "data" / "layers" / "a100_layers.csv"
 TASK = 0.5e-3
 """Seconds of a background task."""
 SLACK = 1.02
-"""How much longer than data parallelism on all devices an iteration may take that is called as fast."""
+"""An iteration counts as fast as data parallelism on all devices if it takes at most so many times as long."""
 CLEARLY = 0.1
-"""Of the speed, or of all devices, from which on a gain is called a win."""
+"""A gain is called a win from this share of the speed, or of all devices, on."""
 PLANS = 10
-"""Rows of one contest."""
+"""Plans of one contest: its rows."""
 AMPLIFICATION = 2.0
-"""DeepPool's own default limit, per layer."""
+"""DeepPool's own default limit of each layer's amplification."""
 REFERENCE: list[tuple[str, int, int, str, float]] = [
     # model, global batch, devices, plan, milliseconds: made once by other code from the same published times.
     ("vgg", 32, 8, "dp:2", 32.06),
@@ -90,7 +90,7 @@ def contest(model: str, profile: Profile, batch: int, devices: int, links: str) 
         "burst at dp's speed": burst.cheapest(iteration=SLACK * speed),
         "burst at the 2x partition's speed": burst.cheapest(iteration=static.prediction.iteration),
     }
-    cells = []
+    cells: Cells = []
     for name, plan in plans.items():
         p, left = plan.prediction, background(burst, plan.counts, task=TASK)
         cells.append(

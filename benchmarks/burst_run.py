@@ -33,7 +33,7 @@ Shape = tuple[str, float, float, float]
 
 
 @dataclass(frozen=True)
-class Cell:
+class RunCase:
     """One contest."""
 
     name: str
@@ -41,7 +41,7 @@ class Cell:
     rate: str
     story: str
     wins: bool
-    """Whether burst should be faster than all data parallelism; said before the run."""
+    """Whether burst is expected to be faster than all data parallelism; decided before the run."""
 
 
 def vgg16() -> tuple[Shape, ...]:
@@ -67,32 +67,32 @@ def even() -> tuple[Shape, ...]:
 
 
 CELLS = (
-    Cell(
+    RunCase(
         "VGG16-like",
         vgg16(),
         "40mbit",
         "large dense layers last; their gradients take longer than all of backward",
         wins=True,
     ),
-    Cell(
+    RunCase(
         "VGG16-like reversed",
         vgg16()[::-1],
         "100mbit",
         "large dense layers first, as in a decoder; nothing is left that could hide their gradients",
         wins=True,
     ),
-    Cell(
+    RunCase(
         "VGG16-like",
         vgg16(),
         "100mbit",
         "large dense layers last; backward should hide their gradients",
         wins=False,
     ),
-    Cell("even blocks", even(), "100mbit", "twelve equal layers with small gradients: nothing to burst", wins=False),
+    RunCase("even blocks", even(), "100mbit", "twelve equal layers with small gradients: nothing to burst", wins=False),
 )
 
 
-def profile(cell: Cell) -> Profile:
+def profile(cell: RunCase) -> Profile:
     """Layer times by operations and parameters, as emulated devices have them, and bytes in proportion."""
     made = [_layer(*shape) for shape in cell.shapes]
     tensors, ready = [], 0.0
@@ -133,7 +133,7 @@ def _once(seconds: float) -> Quantiles:
 
 
 def emulated_runs(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Cells and checks of all contests, or a check that says why there are none."""
+    """Rows and checks of all contests, or a check that says why there are none."""
     if reason := available():
         console.print(f"the runs with emulated devices are left out: {reason}")
         return [], [
@@ -157,7 +157,7 @@ def emulated_runs(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
     return rows, _checks(rows)
 
 
-def _row(cell: Cell, entry: BurstEntry, outcome: BurstOutcome) -> dict[str, Any]:
+def _row(cell: RunCase, entry: BurstEntry, outcome: BurstOutcome) -> dict[str, Any]:
     measured, predicted = quantiles(entry.seconds), entry.predicted
     spare = sum(s.duration for s in predicted.spans if s.kind == "idle")
     one = entry.plan.prediction.one_device
@@ -221,7 +221,7 @@ def _texts(r: dict[str, Any]) -> list[str]:
 
 
 def _runs(counts: list[int]) -> str:
-    """8·13 1·3: thirteen layers on eight devices, three on one."""
+    """ "8·13 1·3": thirteen layers on eight devices, three on one."""
     found: list[list[int]] = []
     for g in counts:
         if found and found[-1][0] == g:
@@ -240,7 +240,7 @@ def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(shown, key=lambda r: r["seconds"]["median"])
 
 
-def _show(cell: Cell, rows: list[dict[str, Any]]) -> None:
+def _show(cell: RunCase, rows: list[dict[str, Any]]) -> None:
     table = Table(title=f"{_title(rows[0])}\n{cell.story}", title_justify="left")
     for column in HEAD:
         table.add_column(column, justify="left" if column in HEAD[:2] else "right")

@@ -1,4 +1,4 @@
-"""Is the burst planner exact, and how fast is it? The parts of benchmarks/burst_model.py that look at the planner."""
+"""Is the burst planner exact, and how fast is it? The parts of benchmarks/burst_model.py about the planner itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def brute_force(chains: int, graphs: int) -> Check:
 
 
 def speed(profiles: dict[str, Profile], rounds: int) -> tuple[Cells, list[Check]]:
-    """Tables included; the median of some rounds."""
+    """Planning times, the median of some rounds; building the tables is included."""
     like = inception()
     widest = rules.by_name(planner(like, 1024, 1024), "dp:1024").prediction.iteration
     questions: dict[str, Callable[[BurstPlanner], Any]] = {

@@ -122,7 +122,7 @@ def fewest_bytes(parameter_bytes: int) -> float:
 
 
 def contest(scaled: Profile, *, quick: bool) -> list[Outcome]:
-    """What every rank saw."""
+    """The outcome of the contest on every rank."""
     rounds, settle, steps = (2, 2, 3) if quick else (4, 2, 5)
     # Three collectives are measured where plain merging measures one.
     tuning: dict[str, int | float] = {"network_seconds": 9.0}

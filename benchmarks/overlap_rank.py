@@ -39,14 +39,14 @@ from dovetail.train.data_parallel import ring
 from dovetail.train.data_parallel.ring import halves
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-"""What this rank has put on its wire, in its own namespace."""
+"""Bytes that this rank's interface has sent, in its own namespace."""
 PREFETCH = 2
 """Blocks whose all-gathers FSDP2 starts ahead: what its documentation advises for more overlap."""
 NAMES = ("ddp", "merge", "overlap", "fsdp2")
 
 
 class Spec(Record, frozen=True, kw_only=True):
-    """What the ranks are to do."""
+    """The contest that the ranks run."""
 
     profile: Profile
     """In layer order."""
@@ -56,18 +56,18 @@ class Spec(Record, frozen=True, kw_only=True):
     budget: float
     """Seconds for measuring the network."""
     tuning: dict[str, int | float]
-    """Of dovetail's own planning, where not its default."""
+    """Arguments of `dovetail.Tuning` that are not the defaults."""
 
 
 class Entry(Record, frozen=True, kw_only=True):
-    """How one contestant did."""
+    """The result of one contestant."""
 
     name: str
     buckets: int
     seconds: tuple[float, ...]
     """Iteration times of the slowest rank."""
     sent: float
-    """Bytes that this rank has put on its wire per iteration, with all headers."""
+    """Bytes that this rank's interface has sent per iteration, with all headers."""
     predicted: float | None = None
     lower_bound: float | None = None
 
@@ -87,7 +87,7 @@ class Contestant:
 
     iterate: Callable[[], None]
     drain: Callable[[], None]
-    """Ends what an iteration has left on the wire."""
+    """Waits for the communication that an iteration has left running."""
     plan: Plan | None = None
     blocks: int = 0
     """Groups of modules, where there is no plan."""
@@ -190,7 +190,7 @@ def plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 def two_lines(model: Any, x: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A step of a model with overlap="forward", and what waits for the parameters of the last one."""
+    """(one iteration of a model with overlap="forward", a wait for the parameters of the last iteration)."""
     optimizer: Any = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
 
     def iterate() -> None:
@@ -206,7 +206,7 @@ def two_lines(model: Any, x: Tensor) -> tuple[Callable[[], None], Callable[[], N
 
 
 def _overlap(spec: Spec, network: Network, x: Tensor) -> Contestant:
-    """What the two lines keep on their own. The optimiser cannot be left out: parameters are sent for its sake."""
+    """What dovetail keeps on its own with overlap="forward". The optimiser is needed: it sends the parameters."""
     tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
     model: Any = dovetail.DistributedDataParallel(layered(spec.profile), overlap="forward", tuning=tuning)
     iterate, drain = two_lines(model, x)

@@ -38,7 +38,7 @@ class Contestant:
     name: str
     counts: tuple[int, ...] = FULL
     begins: float = 0.0
-    """Share of the steps before which everybody runs at full depth."""
+    """Share of the steps before which all workers run at full depth."""
     balanced: bool = False
     steps: float = 1.0
     """Times the task's steps; the learning rate's schedule stretches with them."""

@@ -148,7 +148,7 @@ def full_scale(quick: bool, checks: list[Check]) -> Cells:
             continue
         cells.append(runs.full_scale(trace, devices, "jigsaw:ladder"))
         cpu, clock, peak = cells[-1]["cpu"], cells[-1]["seconds"], cells[-1]["peak_bytes"] / 1e9
-        # The process is pinned to one core; what others take of that core is not the simulator's.
+        # The process is pinned to one core; time that other processes take of that core does not count.
         text = f"{cpu:.1f} of the core's time, {clock:.1f} by the clock"
         checks.append(Check(f"{what}: seconds on one core", text, f"< {limit:g}", cpu < limit))
         if limit == 60.0:

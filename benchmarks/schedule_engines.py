@@ -2,8 +2,8 @@
 
 Groups of 8 devices, each with three resident ladder jobs of 8 workers that differ in their times; first come first
 served, longest task first, a barrier and some time off the devices after each iteration; no jitter, so that all
-engines must find the same makespan. The engine in use is the only one that also knows memory, ranks that change,
-guards, stages, jitter, switches, interruptions and records; the others are the least that plays these jobs.
+engines must find the same makespan. The engine in use is the only one that also models memory, orders that change,
+guards, stages, jitter, switches, interruptions and records; the others are minimal engines that can run these jobs.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def in_use(groups: int, iterations: int) -> float:
 
 
 def tuples(groups: int, iterations: int) -> float:
-    """A heap of tuples and lists of numbers, nothing else."""
+    """A heap of tuples and lists of numbers."""
     tasks = [j.shape().tasks[0] for j in group_jobs(iterations)]
     off = [s for _, _, s in TIMES]
-    ready = [[WIDTH] * JOBS for _ in range(groups)]  # tasks that nobody has taken: the longest is the last
+    ready = [[WIDTH] * JOBS for _ in range(groups)]  # tasks that no device has taken: the longest is the last
     left = [[WIDTH] * JOBS for _ in range(groups)]
     rounds = [[0] * JOBS for _ in range(groups)]
     idle = [list(range(WIDTH)) for _ in range(groups)]
@@ -184,7 +184,7 @@ def lockstep(groups: int, iterations: int) -> float:
 
 
 def engines() -> list[dict[str, Any]]:
-    """Tasks per second of each, the best of three, and whether all find the same makespan."""
+    """Tasks per second and the makespan of every engine, the fastest of three runs."""
     few, many, rounds = 16, 2048, 40
     contest: tuple[tuple[str, Callable[[int, int], float], int], ...] = (
         ("in use: heap, all of the model", in_use, few),

@@ -1,4 +1,4 @@
-"""What benchmarks/schedule.py times, in processes of their own, and its example."""
+"""Runs of benchmarks/schedule.py in processes of their own: timed simulations of published traces, and the example."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 def on_all_cores(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """For what is not timed."""
+    """Runs a function on all items, on all cores; for runs that are not timed."""
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         return list(pool.map(function, items))
 

@@ -77,14 +77,14 @@ def closed_forms() -> float:
         got = simulate(
             pair, ClusterSize(devices=1), policy("jigsaw", duty_cap=9), level="task", overheads=EXACT
         ).makespan
-        # Hidden: the device alternates without a pause. Not hidden: each job at its own pace, the second p later.
+        # Hidden: the device alternates without a pause. Not hidden: each job runs at its own pace, the second p later.
         expected = 2 * n * p + s if s <= p else n * (p + s) + p
         worst = max(worst, abs(got / expected - 1))
     return worst  # fmt: skip
 
 
 SATURATED: dict[str, tuple[str, float | None, Overheads]] = {
-    # Which policy, another duty cap than its own, and what the machines add.
+    # The policy, a duty cap in place of its own, and the overheads.
     "jigsaw": ("jigsaw", None, Overheads(jitter=0.03, switch=0.0)),
     "jigsaw, jitter 4 %, switch 2 ms": ("jigsaw", None, Overheads(jitter=0.04, switch=0.002)),
     "jigsaw, duty cap 2": ("jigsaw", 2.0, Overheads(jitter=0.03, switch=0.0)),
@@ -95,8 +95,8 @@ SATURATED: dict[str, tuple[str, float | None, Overheads]] = {
 def saturated(iterations: int) -> list[dict[str, Any]]:
     """Many equal ladder jobs on 16 devices: the share of the bound that they reach.
 
-    `share` counts while there is a queue, as the bound does; `batch` from the first task to the last, so that it pays
-    for the end, when there are too few jobs left to fill the devices.
+    `share` counts while there is a queue, as the bound does; `batch` counts from the first task to the last, so that it
+    includes the end, when there are too few jobs left to fill the devices.
     """
     cells = []
     for k in (2, 4, 8):

@@ -14,13 +14,13 @@ from dovetail.emulate.launch import launch, report
 from tests.paths import ROOT
 
 
-def run_ranks(function: Callable[..., Any], *, ranks: int = 2, timeout: float = 240, **given: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], *, ranks: int = 2, timeout: float = 900, **given: Any) -> list[Any]:
     """What `function(**given)` returned on each rank, as JSON carries it."""
     return [reports[0] for reports in run_all([(function, given)], ranks=ranks, timeout=timeout)]
 
 
 def run_all(
-    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], *, ranks: int = 2, timeout: float = 240
+    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], *, ranks: int = 2, timeout: float = 900
 ) -> list[list[Any]]:
     """Several calls, one after the other, in the same processes: starting those takes longer than most calls do."""
     named = [(f"{function.__module__}:{function.__name__}", given) for function, given in calls]

@@ -30,21 +30,24 @@ MODULES = {
 """Old module → the same module under its new name."""
 
 NAMES = {
-    "dovetail.planning.burst": {"BurstPlanner": "dovetail.planning.burst.planner"},
-    "dovetail.planning.depth": {"plan": "dovetail.planning.depth.planner"},
+    "dovetail.cluster.looking": {"Cluster": "dovetail.cluster.web.cluster_section.ClusterSource"},
+    "dovetail.fabric.looking": {"Running": "dovetail.fabric.page_source.FabricSource"},
+    "dovetail.planning.burst": {"BurstPlanner": "dovetail.planning.burst.planner.BurstPlanner"},
+    "dovetail.planning.depth": {"plan": "dovetail.planning.depth.planner.plan"},
 }
-"""Package that was a module → the names it had, and the module of each today."""
+"""Old module, or a package that was a module → the names it had, and what each is called today."""
 
 
-def attribute(package: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a package in NAMES."""
+def attribute(old: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module in NAMES."""
 
     def moved(name: str) -> Any:
-        if name not in NAMES[package]:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        new = NAMES[package][name]
-        _warn(f"{package}.{name}", new, stacklevel=3)
-        return getattr(import_module(new), name)
+        if name not in NAMES[old]:
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        new = NAMES[old][name]
+        module, _, attribute = new.rpartition(".")
+        _warn(f"{old}.{name}", new, stacklevel=3)
+        return getattr(import_module(module), attribute)
 
     return moved
 
@@ -65,13 +68,25 @@ class _Alias(Loader):
         _warn(self.old, module.__name__, stacklevel=2)
 
 
+class _Stub(Loader):
+    """Makes an old module that has nothing but the names in NAMES."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__getattr__"] = attribute(module.__name__)
+
+
 class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, _Alias(name)) if name in MODULES else None
+        if name in MODULES:
+            return ModuleSpec(name, _Alias(name))
+        return ModuleSpec(name, _Stub()) if name in NAMES else None
 
 
 def _warn(old: str, new: str, *, stacklevel: int) -> None:
-    warnings.warn(f"{old} has moved: import {new} instead", DeprecationWarning, stacklevel=stacklevel + 1)
+    warnings.warn(f"{old} has moved: use {new} instead", DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 def install() -> None:

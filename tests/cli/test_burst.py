@@ -15,7 +15,7 @@ from dovetail.measure.presets import preset
 from dovetail.planning.burst.cost import NetworkLinks, ProfileCost
 from dovetail.planning.burst.planner import BurstPlanner
 from dovetail.planning.burst.rules import data_parallel
-from dovetail.view.burst import _freed
+from dovetail.view.burst import freed_devices
 from tests.planning.merge.oracle import made_profile
 
 from .command import run
@@ -85,7 +85,7 @@ def test_a_static_partition_is_the_best_number_of_devices_at_a_speed() -> None:
     plans = data_parallel(planner)
     better = 0
     for dp in plans:
-        _, burst, static = _freed(planner, dp, plans)
+        _, burst, static = freed_devices(planner, dp, plans)
         speed = dp.prediction.iteration
         as_fast = [p.counts[0] * p.prediction.iteration for p in plans if p.prediction.iteration <= speed]
         assert static == pytest.approx(8 - min(as_fast) / speed)

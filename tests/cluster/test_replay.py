@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.cli.replay import replay as run
+from dovetail.cli.cluster import replay as run
 from dovetail.cluster.coordinator.job_store import Store
 from dovetail.cluster.executor.recorder import ClockLine, LeaseLine, TaskLine, lines
 from dovetail.cluster.home import Home, Settings

@@ -41,7 +41,9 @@ def test_a_job_and_a_schedule_come_back_as_they_were_stored(tmp_path: Path) -> N
         ({"stages": (Stage(seconds=1.0, workers=2),)}, "phases[0].workers"),
     ],
 )
-def test_a_job_that_cannot_be_is_refused_by_field(tmp_path: Path, change: dict[str, object], field: str) -> None:
+def test_an_impossible_job_is_refused_with_the_name_of_the_field(
+    tmp_path: Path, change: dict[str, object], field: str
+) -> None:
     files.write(tmp_path / "job.json", msgspec.structs.replace(JOB, **change))
     with pytest.raises(InputError) as e:
         files.read(tmp_path / "job.json", Job)

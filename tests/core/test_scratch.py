@@ -51,7 +51,7 @@ def test_a_killed_owners_folder_goes_with_the_next_and_a_living_owners_stays(tmp
             owner.stdout.close()
 
 
-def test_what_is_not_ours_to_judge_stays(tmp_path: Path) -> None:
+def test_folders_of_another_name_and_fresh_folders_stay(tmp_path: Path) -> None:
     fresh, other = tmp_path / "dovetail-test-fresh", tmp_path / "dovetail-testing"
     fresh.mkdir()  # its owner may be about to lock it
     other.mkdir()

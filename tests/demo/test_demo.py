@@ -1,4 +1,4 @@
-"""The demonstration runs from start to end, says what is emulated, and ends with three lines and a page of itself."""
+"""The demonstration runs from start to end, says what is emulated, and ends with three lines and a page of the run."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def test_the_demo_shows_the_gain_the_losses_and_what_is_emulated(
     if not root:
         monkeypatch.setattr(html, "BUNDLE", tmp_path / "nowhere")  # as in a checkout without `make page`
         monkeypatch.setattr(demo, "available", lambda: "needs root")
-        # The lesson does not depend on links; the other case runs it for real.
-        lesson = demo.Lesson({"torch": [2.0] * 50, "dovetail": [2.0] * 49 + [1.0]}, identical=False, explained="")
-        monkeypatch.setattr(demo, "_lesson", lambda steps: lesson)
-    # The same story with a small model, so that it takes seconds.
+        # The training does not depend on links; the other case runs it.
+        training = demo.RealTraining(
+            {"torch": [2.0] * 50, "dovetail": [2.0] * 49 + [1.0]}, identical=False, explained=""
+        )
+        monkeypatch.setattr(demo, "_train_for_real", lambda iterations: training)
+    # The same demonstration with a small model, so that it takes seconds.
     small = example_profile().scaled(forward=0.01, backward=0.02)
     monkeypatch.setattr(demo, "_profile", lambda rate: small)
     stored = json.loads(json.dumps(demo.main(quick=True, rate="500mbit", timelines=tmp_path / "both")))
@@ -89,11 +91,17 @@ def _holds_this_run(text: str, kept_theirs: bool) -> None:
     assert kept_theirs or [b["label"] for b in bars] == ran, "no prediction stands among what was measured"
     assert any(m.startswith('dovetail with overlap="forward" is predicted at') for m in more)
     assert data["compared"]["rows"][0][0] == "iteration"
-    said = "dovetail tried its plans in real steps, found none" if kept_theirs else "Drawn is one step of each. Over "
+    said = (
+        "dovetail tried its plans in real iterations, found none"
+        if kept_theirs
+        else "Drawn is one iteration of each. Over "
+    )
     assert not data["notes"] and any(m.startswith(said) for m in more)
 
 
-def test_a_folder_that_takes_no_page_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_for_it_the_page_goes_to_the_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It goes to a temporary place then; where a name was given, one line says what is wrong with it."""
     if not (html.BUNDLE / "app.js").exists():
         pytest.skip("the page is not built (make page)")
@@ -101,15 +109,15 @@ def test_a_folder_that_takes_no_page_is_no_reason_to_fail(tmp_path: Path, monkey
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
-    found = summary.story(example_profile(), _outcome())
+    found = summary.demo_run(example_profile(), _outcome())
     assert summary.export(found) == (tmp_path / "elsewhere" / "dovetail-demo.html", "")
     _holds_this_run((tmp_path / "elsewhere" / "dovetail-demo.html").read_text(encoding="utf-8"), kept_theirs=True)
     page, why = summary.export(found, tmp_path / "out" / "x.html")
     assert page is None and "out" in why and "\n" not in why
 
 
-def test_a_tie_is_called_one() -> None:
-    lines = summary.lines(summary.story(example_profile(), _outcome()))
+def test_a_tie_is_shown_as_none_saved() -> None:
+    lines = summary.lines(summary.demo_run(example_profile(), _outcome()))
     assert lines[1].what == summary.NOTHING
     from rich.console import Console
 

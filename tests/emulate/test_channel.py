@@ -32,7 +32,7 @@ def run(scenario: str, *, env: dict[str, str] | None = None) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def healthy() -> list[Any]:
-    """What each rank found where nothing went wrong; one start of the ranks for all of it."""
+    """What each rank reports of several checks, all in one start of the ranks."""
     return run("healthy", env={LATENCY: str(ADDED)})
 
 
@@ -56,7 +56,9 @@ def test_a_destroyed_group_leaves_no_thread(healthy: list[Any]) -> None:
     assert [found["threads"] for found in healthy] == [["MainThread"]] * RANKS
 
 
-def test_a_lost_peer_is_one_line_for_all_that_was_queued_and_no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_peer_fails_every_queued_collective_in_one_line_and_no_thread_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(launch_module, "GRACE", 300.0)  # the others may report it before they are ended
     with pytest.raises(LaunchError, match=r"^rank 2 ended with exit code 7") as caught:
         run("lost peer")

@@ -40,7 +40,7 @@ HANGS = 300.0  # seconds: for what hangs, not a guess at speed
 PIDS = "import os, time; from dovetail.emulate.launch import report; report(os.getpid());"
 
 
-def test_every_rank_learns_its_place_and_hands_a_result_back() -> None:
+def test_every_rank_gets_its_environment_and_hands_a_result_back() -> None:
     code = "import os; from dovetail.emulate.launch import report; report({k: os.environ.get(k) for k in %r})"
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "EXTRA"]
     results = launch(["-c", code % (names,)], ranks=3, timeout=HANGS, env={"EXTRA": "more"})
@@ -98,7 +98,7 @@ def test_time_out_ends_even_ranks_that_ignore_sigterm(monkeypatch: pytest.Monkey
     assert [r.code for r in caught.value.results] == [-signal.SIGKILL] * 2
 
 
-def test_what_a_rank_started_ends_with_it() -> None:
+def test_processes_that_a_rank_started_end_with_it() -> None:
     code = (
         "import subprocess; from dovetail.emulate.launch import report; "
         "report(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid)"
@@ -128,9 +128,7 @@ def test_no_rank_outlives_its_launcher(number: signal.Signals) -> None:
     assert within(HANGS, lambda: not any(map(alive, pids)))
 
 
-def test_report_prints_where_nobody_launched(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_prints_without_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv(module.REPORT, raising=False)
     report({"seconds": 1.5})
     assert json.loads(capsys.readouterr().out) == {"seconds": 1.5}

@@ -69,8 +69,8 @@ def test_layers_are_passed_one_by_one_and_gradients_come_in_order_and_in_time() 
         assert float(model(torch.tensor([3.0]))) == 3.0
 
 
-def trained(steps: int) -> list[float]:
-    """Largest differences of parameters from DDP's after some steps: with overlap, and of FSDP2's gradients."""
+def trained(iterations: int) -> list[float]:
+    """Largest differences of parameters from DDP's after some iterations: with overlap, and of FSDP2's gradients."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -83,7 +83,7 @@ def trained(steps: int) -> list[float]:
     ours: Any = dovetail.DistributedDataParallel(layered(profile()), overlap="forward", plan=None)
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
     optimizer = dovetail.optimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours)
-    for _ in range(steps):
+    for _ in range(iterations):
         for model, stepping in ((theirs, plain), (ours, optimizer)):
             stepping.zero_grad()
             model(x).backward()
@@ -134,7 +134,7 @@ def measured() -> dict[str, Any]:
 
 
 def test_overlap_and_fsdp_train_on_it_and_the_halves_can_be_measured() -> None:
-    for (apart, worst), network in run_all([(trained, {"steps": 3}), (measured, {})]):
+    for (apart, worst), network in run_all([(trained, {"iterations": 3}), (measured, {})]):
         assert apart == pytest.approx(0.0, abs=1e-6)
         assert worst == pytest.approx(0.0, abs=1e-6)
         assert network["called"] == ["all_gather", "reduce_scatter"]

@@ -74,6 +74,7 @@ def test_every_packet_agrees_with_the_oracle(topology: Topology, hook: str) -> N
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**31), st.integers(3, 16), st.integers(0, 14))
 @example(1014039, 6, 5)  # a fabric that is whole again, and switches that do not know it yet
+@example(8275, 16, 6)  # a preferred switch is back, and others still believe that its links failed
 def test_random_fabrics_policies_and_failures(hook: str, seed: int, size: int, extra: int) -> None:
     """Whenever a compliant path survives the packet arrives on one; otherwise it is dropped and counted."""
     rng = random.Random(seed)

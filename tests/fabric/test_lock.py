@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from dovetail.core.errors import Error
-from dovetail.fabric import emulation, netns
+from dovetail.fabric import emulation, netns, wiring
 from dovetail.fabric.lock import RUN, FabricLock
 from dovetail.fabric.routing import shapes
 
@@ -137,3 +139,27 @@ def test_two_processes_that_build_one_fabric_do_not_meet(fabric: emulation.Fabri
         found.close()
     finally:
         emulation.down(name)
+
+
+def test_a_fabric_that_was_removed_while_it_was_built_leaves_nothing_and_is_not_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, attach = f"gone{os.getpid()}", wiring.attach
+
+    def removed_meanwhile(*arguments: Any) -> None:
+        attach(*arguments)
+        emulation.down(name)
+
+    monkeypatch.setattr(wiring, "attach", removed_meanwhile)
+    with pytest.raises(Error, match="was removed while it was being built"):
+        emulation.up(RING, name=name)
+    assert name not in emulation.standing() and not (RUN / f"{name}.lock").exists()
+
+
+def test_a_policy_for_a_fabric_that_was_removed_is_one_line(fabric: emulation.Fabric) -> None:
+    other = emulation.find(fabric.name)
+    emulation.down(fabric.name)
+    with pytest.raises(Error, match="has been removed"):
+        other.use({})
+    other.close()
+    assert fabric.name not in emulation.standing()

@@ -38,3 +38,19 @@ def test_the_changelog_knows_this_version() -> None:
 def test_the_version_stands_in_one_place() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'dynamic = ["version"]' in project and dovetail.__version__ not in project
+
+
+def test_the_licence_statement_is_true_of_every_file() -> None:
+    """Python and TypeScript carry no line of their own: LICENSE is theirs. C states it in its first line."""
+    both, one = "Apache-2.0 OR GPL-2.0-only", "Apache-2.0"
+    sources = [p for top in ("src", "benchmarks", "tests") for p in (ROOT / top).rglob("*.[ch]")]
+    stated = {path: path.read_text(encoding="utf-8").splitlines()[0] for path in sources}
+    bpf = ROOT / "src/dovetail/fabric/bpf"
+    assert any(path.is_relative_to(bpf) for path in stated)
+    for path, line in stated.items():
+        allowed = (both,) if path.is_relative_to(bpf) else (both, one)
+        assert line in [f"/* SPDX-License-Identifier: {licence} */" for licence in allowed], path
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (
+        "Apache-2.0; the BPF programs in `src/dovetail/fabric/bpf` are additionally available under GPL-2.0" in readme
+    )

@@ -29,7 +29,6 @@ MODULES = {
     "fabric": "the command, and the page's section of the same name",
     "run": "the commands that run something, and a run of the simulated cluster",
     "plan": "the noun, and the command of the same name",
-    "replay": "the service, and the command of the same name",
     "schedule": "the view, and the command of the same name",
     "timeline": "the noun, and how it is drawn in a terminal",
 }

@@ -84,9 +84,7 @@ class DepthPlan(Noun, frozen=True, kw_only=True):
         if max(phase.depths) > len(self.segments):
             raise ValueError(f"{name}.depths: expected at most {len(self.segments)}, got {max(phase.depths)}")
         if max(phase.depths) < len(self.segments):
-            raise ValueError(
-                f"{name}.depths: expected some worker to reach the first segment: nobody would train it"
-            )
+            raise ValueError(f"{name}.depths: expected some worker to reach the first segment: nobody would train it")
 
     @property
     def workers(self) -> int:

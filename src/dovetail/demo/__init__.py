@@ -1,9 +1,9 @@
-"""`dovetail demo`: the main job from start to end, on any Linux machine, without a GPU.
+"""`dovetail demo`: data parallelism with dovetail from start to end, on any Linux machine, without a GPU.
 
-It profiles a real ResNet-50 here, emulates four devices that take proportionate times, and lets torch's DDP and
-dovetail train on them side by side over links of limited rate. Then it trains a small language model on real text, with
-real gradients and no emulation, once with each, and compares the losses. It ends with three lines of figures and a page
-of this very run.
+It profiles a real ResNet-50 on this machine, emulates four devices that take proportionate times, and lets torch's DDP
+and dovetail train on them in turns over links of limited rate. Then it trains a small language model on real text
+without emulation, once with each (`rank.py`), and compares the losses. It ends with a table of three lines and a page
+of this run (`summary.py`). Needs torch, numpy, msgspec, rich and typer, and root for links of limited rate.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ LOOPBACK_RATE = "2gbit"  # what four gloo ranks on loopback come close to on a s
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """The small language model after training: the same steps, once with torch's DDP and once with dovetail's."""
+class RealTraining:
+    """The small language model, trained for the same iterations with torch's DDP and with dovetail's."""
 
     losses: dict[str, list[float]]
     identical: bool
+    """Whether both trainings ended with the same parameters, bit for bit."""
     explained: str
 
 
@@ -45,7 +46,7 @@ def main(
     timelines: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Runs the demonstration, tells it as it goes, and returns it as plain data.
+    """Runs the demonstration, prints each part as it ends, and returns all results as plain data.
 
     `html`: the file for its page; `timelines`: a folder for the recorded iteration of DDP and of dovetail.
     """
@@ -59,11 +60,11 @@ def main(
 
     say("[bold]1  Profile[/]  ResNet-50 on this machine, for the proportions of its layers …")
     profile = _profile(LOOPBACK_RATE if reason else rate)
-    say(f"   {len(profile.tensors)} tensors, {profile.parameter_bytes / 1e6:.0f} MB of gradients a step")
+    say(f"   {len(profile.tensors)} tensors, {profile.parameter_bytes / 1e6:.0f} MB of gradients per iteration")
     say(f"   emulated devices take {profile.forward_time():.2f} s forward, {profile.backward_time():.2f} s backward\n")
     where = f"{RANKS} emulated devices, " + ("loopback" if reason else f"real links of {rate}")
     say(f"[bold]2  Plan and train[/]  torch's DDP against dovetail, {where} …")
-    say("   (two minutes: dovetail measures, plans and tries, then both take turns)")
+    say("   (two minutes: dovetail measures, plans and tries its plans, then both take turns)")
     outcome = run(
         profile,
         ["ddp"],
@@ -73,18 +74,18 @@ def main(
         tuning={"measure": 6, "steps": 2} if quick else {},
         on_line=_indented(say),
     )
-    story = summary.story(profile, outcome, network="loopback" if reason else f"a {rate} network")
+    made = summary.demo_run(profile, outcome, network="loopback" if reason else f"a {rate} network")
     if timelines:
         summary.write_timelines(outcome, timelines)
-    say("\n   One iteration of the first rank; exposed is what nothing hides:\n")
-    say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], story.predicted]))
+    say("\n   One iteration of the first rank; exposed is communication that no computation hides:\n")
+    say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], made.predicted]))
 
     say("\n[bold]3  The same losses[/]  a small language model, 2 ranks, nothing emulated …")
-    lesson = _lesson(steps=50 if quick else 120)
-    _show_lesson(say, lesson)
-    found = summary.lines(story)
-    page = _end(say, story, found, where, html)
-    return _as_json(outcome, lesson, setting) | {"lines": summary.as_json(found), "page": str(page) if page else None}
+    training = _train_for_real(iterations=50 if quick else 120)
+    _show_training(say, training)
+    found = summary.lines(made)
+    page = _end(say, made, found, where, html)
+    return _as_json(outcome, training, setting) | {"lines": summary.as_json(found), "page": str(page) if page else None}
 
 
 def _profile(rate: str) -> Profile:
@@ -94,7 +95,7 @@ def _profile(rate: str) -> Profile:
     from dovetail import measure
 
     workload, threads = measure.load("resnet50"), torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine threads that wait for each other take minutes; proportions suffice
+    torch.set_num_threads(1)  # threads that wait for each other take minutes on a busy machine; only proportions matter
     try:
         measured = measure.profile(workload.model, workload.make_batch(2), batches=[2], steps=20, name="ResNet-50")
     finally:
@@ -104,35 +105,35 @@ def _profile(rate: str) -> Profile:
     return measured.scaled(forward=backward / 3, backward=backward)
 
 
-def _lesson(steps: int) -> Lesson:
+def _train_for_real(iterations: int) -> RealTraining:
     from dovetail.emulate.launch import launch
 
-    results = launch(["-m", "dovetail.demo.rank", str(steps)], ranks=2, timeout=600)
-    return msgspec.convert(results[0].report, Lesson)
+    results = launch(["-m", "dovetail.demo.rank", str(iterations)], ranks=2, timeout=600)
+    return msgspec.convert(results[0].report, RealTraining)
 
 
-def _show_lesson(say: Callable[..., None], lesson: Lesson) -> None:
+def _show_training(say: Callable[..., None], training: RealTraining) -> None:
     table = Table(box=None, padding=(0, 2))
-    table.add_column("loss at step", justify="left", no_wrap=True)
-    steps = len(lesson.losses["torch"])
-    marks = [0, *(steps * quarter // 4 - 1 for quarter in (1, 2, 3, 4))]
+    table.add_column("loss at iteration", justify="left", no_wrap=True)
+    count = len(training.losses["torch"])
+    marks = [0, *(count * quarter // 4 - 1 for quarter in (1, 2, 3, 4))]
     for mark in marks:
         table.add_column(str(mark + 1), justify="right")
-    for name, losses in lesson.losses.items():
+    for name, losses in training.losses.items():
         table.add_row(name, *(f"{losses[m]:.4f}" for m in marks))
     say(table)
-    same = "bit for bit the same parameters" if lesson.identical else "[red]different parameters[/]"
+    same = "bit for bit the same parameters" if training.identical else "[red]different parameters[/]"
     say(f"   After training, both have {same}.")
 
 
 def _end(
-    say: Callable[..., None], story: summary.Story, found: list[summary.Line], where: str, html: Path | None
+    say: Callable[..., None], made: summary.DemoRun, found: list[summary.Line], where: str, html: Path | None
 ) -> Path | None:
-    say(summary.table(found, f"\nResNet-50 on {where}"))
-    for line in summary.footnotes(story, found):
+    say(summary.table(found, f"\nOne iteration of ResNet-50 on {where}"))
+    for line in summary.footnotes(made, found):
         say(line, markup=False)
     say("In your own script:  [bold]from dovetail import DistributedDataParallel as DDP[/]")
-    page, why = summary.export(story, html)
+    page, why = summary.export(made, html)
     if page:
         say(f"Look into this run:  [bold]{page.absolute().as_uri()}[/]", soft_wrap=True)
     else:
@@ -140,12 +141,12 @@ def _end(
     return page
 
 
-def _as_json(outcome: ContestOutcome, lesson: Lesson, setting: EmulatedCluster) -> dict[str, Any]:
+def _as_json(outcome: ContestOutcome, training: RealTraining, setting: EmulatedCluster) -> dict[str, Any]:
     return {
         "emulated": True,
         "setting": {"ranks": setting.ranks, "rate": setting.rate or "loopback"},
         "contest": msgspec.to_builtins(outcome),
-        "lesson": {"losses": lesson.losses, "identical": lesson.identical},
+        "lesson": {"losses": training.losses, "identical": training.identical},
     }
 
 

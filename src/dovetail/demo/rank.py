@@ -1,4 +1,4 @@
-"""One rank of the demonstration's real training: a small GPT on the source text of Python's own library."""
+"""One rank of the demonstration's real training: a small GPT on the source code of Python's standard library."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ QUICK = Tuning(warmup=2, measure=5, steps=2, network_seconds=1.0)
 
 
 def text() -> torch.Tensor:
-    """A few hundred kilobytes of real text that every Python installation has."""
+    """500 kB of text that every Python installation has, as one token per byte."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(library.glob("[a-f]*.py"))
     return torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)[:500_000]), dtype=torch.uint8).long()
 
 
-def train(kind: type[TorchDDP], steps: int, data: torch.Tensor, **more: object) -> tuple[TorchDDP, list[float]]:
+def train(kind: type[TorchDDP], iterations: int, data: torch.Tensor, **more: object) -> tuple[TorchDDP, list[float]]:
+    """The trained model, and the loss of every iteration, mean over the ranks."""
     torch.manual_seed(0)
     model = kind(GPT(), **more)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     length, losses = model.module.length, []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    for iteration in range(iterations):
+        generator = torch.Generator().manual_seed(1000 * iteration + dist.get_rank())
         starts = torch.randint(len(data) - length - 1, (BATCH,), generator=generator)
         rows = torch.stack([data[s : s + length + 1] for s in starts.tolist()])
         optimizer.zero_grad()
@@ -49,9 +50,9 @@ def train(kind: type[TorchDDP], steps: int, data: torch.Tensor, **more: object) 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    data, steps = text(), int(sys.argv[1])
-    theirs, torch_losses = train(TorchDDP, steps, data)
-    ours, our_losses = train(DistributedDataParallel, steps, data, tuning=QUICK)
+    data, iterations = text(), int(sys.argv[1])
+    theirs, torch_losses = train(TorchDDP, iterations, data)
+    ours, our_losses = train(DistributedDataParallel, iterations, data, tuning=QUICK)
     pairs = zip(theirs.parameters(), ours.parameters(), strict=True)
     identical = all(torch.equal(a, b) for a, b in pairs)
     assert isinstance(ours, DistributedDataParallel)

@@ -1,4 +1,4 @@
-"""How the demonstration ends: three lines that anybody understands, and a page to look into."""
+"""The end of the demonstration: a table of three lines, its footnotes, and a page of the run."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ NOTHING = "nothing: torch's were the best here"
 
 @dataclass(frozen=True)
 class Line:
-    """One way to train, and what it takes."""
+    """One way to train, and the time of its iteration."""
 
     name: str
     seconds: float
-    """Of an iteration: the median, where it ran."""
+    """Seconds of an iteration: the median if it ran, else predicted."""
     spread: tuple[float, float] | None
-    """10 and 90 per cent; None where it did not run."""
+    """The 10th and 90th percentile; None if it did not run."""
     what: str
 
 
 @dataclass(frozen=True)
-class Story:
-    """What was measured, with what follows from it."""
+class DemoRun:
+    """What the contest measured, and what is predicted from it."""
 
     profile: Profile
     outcome: ContestOutcome
     network: Network
-    """As measured, under a name for people."""
+    """The measured network, under the name that the page shows."""
     kept: Plan
     """dovetail's buckets as this profile and this network see them; torch's where it kept those."""
     predicted: Timeline
     forward: Plan
-    """What communication behind forward too is predicted to give, on `halves`."""
+    """The plan that hides communication behind forward too, on `halves`."""
     halves: Network
 
 
-def story(profile: Profile, outcome: ContestOutcome, *, network: str = "") -> Story:
+def demo_run(profile: Profile, outcome: ContestOutcome, *, network: str = "") -> DemoRun:
     from dovetail.train.data_parallel.trials import halved
 
     links = msgspec.structs.replace(outcome.network, name=network or outcome.network.name)
     kept = planning.predict(outcome.kept or planning.plan(profile, links, policy="ddp"), profile, links)
     halves = msgspec.structs.replace(halved(links), name=f"{links.name}, each all-reduce in two halves")
-    return Story(
+    return DemoRun(
         profile=profile,
         outcome=outcome,
         network=links,
@@ -72,11 +72,10 @@ def story(profile: Profile, outcome: ContestOutcome, *, network: str = "") -> St
     )
 
 
-def lines(s: Story) -> list[Line]:
+def lines(s: DemoRun) -> list[Line]:
     """torch's DDP, dovetail, and dovetail with communication behind forward too.
 
-    The third did not run. Its prediction is scaled by how far the same model's prediction for the first was off, so
-    that like stands beside like.
+    The third did not run. Its prediction is scaled by measured / predicted of the first, so that the lines compare.
     """
 
     def measured(policy: str) -> tuple[float, tuple[float, float]]:
@@ -96,7 +95,7 @@ def lines(s: Story) -> list[Line]:
 
 def table(found: list[Line], title: str) -> Table:
     shown = Table(title=title, title_justify="left")
-    for name in ("", "a step", "saved", "what changed"):  # 80 columns suffice
+    for name in ("", "time", "saved", "what changed"):  # 80 columns suffice
         shown.add_column(name, justify="left" if name in ("", "what changed") else "right")
     for i, line in enumerate(found):
         saved = _saved(1 - line.seconds / found[0].seconds) if i else ""
@@ -105,17 +104,17 @@ def table(found: list[Line], title: str) -> Table:
 
 
 def _saved(share: float) -> str:
-    """Differences of less than half a per cent are none."""
+    """The share saved; a difference of less than half a per cent counts as none."""
     return f"{share:.1%}" if abs(share) >= 0.005 else "none"
 
 
-def footnotes(s: Story, found: list[Line]) -> list[str]:
+def footnotes(s: DemoRun, found: list[Line]) -> list[str]:
     """What the table leaves out."""
     spreads = [f"{x.name} {x.spread[0]:.3f}–{x.spread[1]:.3f} s" for x in found if x.spread]
     off = s.outcome.entry(DOVETAIL).predicted / found[1].seconds - 1
-    told = "right" if abs(off) < 0.005 else f"{abs(off):.0%} too {'high' if off > 0 else 'low'}"
+    error = "right" if abs(off) < 0.005 else f"{abs(off):.0%} too {'high' if off > 0 else 'low'}"
     return [
-        f"Four steps of five took: {', '.join(spreads)}. dovetail's prediction for the second line was {told}.",
+        f"Four iterations of five took: {', '.join(spreads)}. dovetail's prediction for the second line was {error}.",
         'The third line did not run; it takes overlap="forward" and dovetail.optimizer in the script.',
     ]
 
@@ -127,10 +126,10 @@ def write_timelines(outcome: ContestOutcome, folder: Path) -> None:
         files.write(folder / f"{policy}.json", msgspec.structs.replace(outcome.timelines[policy], name=name))
 
 
-def export(s: Story, path: Path | None = None) -> tuple[Path | None, str]:
-    """The page of this very run as one file: where it is, or None and one line that says why there is none.
+def export(s: DemoRun, path: Path | None = None) -> tuple[Path | None, str]:
+    """Writes the page of this run as one file: its path, or None and one line that says why there is none.
 
-    Without a name it goes to out/ in the current folder, or else to a temporary place.
+    Without `path` it goes to out/ in the current folder, or else to the temporary folder.
     """
     from dovetail.view.page import export as write
 
@@ -146,13 +145,13 @@ def export(s: Story, path: Path | None = None) -> tuple[Path | None, str]:
     return None, why
 
 
-def _contents(s: Story) -> Any:
+def _contents(s: DemoRun) -> Any:
     from dovetail.view.page import sort
 
     ran = [msgspec.structs.replace(s.outcome.timelines["ddp"], name=THEIRS)]
     if s.outcome.kept is not None:
         ran.append(msgspec.structs.replace(s.outcome.timelines[DOVETAIL], name=OURS))
-    else:  # the same program twice: one picture
+    else:  # both ran the same program: one picture
         ran[0] = msgspec.structs.replace(ran[0], name=f"{THEIRS}, which {OURS} kept")
     shown = ("timelines", "plans", "profiles", "networks", "scaling")
     found = sort(
@@ -164,15 +163,15 @@ def _contents(s: Story) -> Any:
     return replace(found, notes=(_over_all(s),))
 
 
-def _over_all(s: Story) -> str:
-    """What the contest says; what is drawn is one step of each."""
+def _over_all(s: DemoRun) -> str:
+    """The result over all iterations of the contest; one of each is drawn."""
     if s.outcome.kept is None:
-        return f"{OURS} tried its plans in real steps, found none that is faster, and kept torch's own buckets."
+        return f"{OURS} tried its plans in real iterations, found none that is faster, and kept torch's own buckets."
     theirs, ours, _ = lines(s)
     count, saved = len(s.outcome.entry(DOVETAIL).seconds), 1 - ours.seconds / theirs.seconds
     took = f"{THEIRS} took {units.seconds(theirs.seconds)} and {OURS} {units.seconds(ours.seconds)}"
     difference = f"{units.percent(abs(saved))} {'less' if saved >= 0 else 'more'}"
-    return f"Drawn is one step of each. Over {count} steps each, in turns, {took} (median): {difference}."
+    return f"Drawn is one iteration of each. Over {count} iterations each, in turns, {took} (median): {difference}."
 
 
 def as_json(found: list[Line]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What stands in for hardware: devices that wait for profiled times, shaped networks, ranks as processes.
+"""What stands in for hardware: devices that wait for profiled times, networks of limited rate, ranks as processes.
 
 May import `core`, `measure`, `planning`, `simulate` and `train`; needs torch, shaped networks need root.
 Begin with `device.py`; `contest.py` compares plans on it.

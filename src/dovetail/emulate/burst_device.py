@@ -1,9 +1,9 @@
 """Emulated devices for burst jobs: layers that take a profile's time at whatever local batch they get.
 
-Real are the parameters, the gradients and every tensor that crosses a border, with the profile's bytes; emulated is the
-time: a layer waits until its forward or backward pass would have ended. As with a GPU, whose host queues work ahead, a
-layer begins when the one before it has ended on the device's own clock, however late the processor is to notice. Only
-what has to come from other ranks can delay it: behind a re-sharding, and at the start of a step, it begins now.
+Real are the parameters, the gradients and every tensor between layers, with the profile's bytes; emulated is the time:
+a layer waits until its forward or backward pass would have ended. As with a GPU, whose host queues work ahead, a layer
+begins when the one before it has ended on the device's own clock, even if the processor runs late. Only input from
+other ranks can delay it: behind a re-sharding, and at the start of an iteration, it begins when that has arrived.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from dovetail.core.profile import Layer, Profile
 
 
 class EmulatedDevice:
-    """One emulated device: does one thing after the other."""
+    """One emulated device: works on one thing after the other."""
 
     def __init__(self) -> None:
         self.free = 0.0
+        """When all work so far is done, in seconds of time.perf_counter()."""
 
     def work(self, seconds: float, *, arrived: bool) -> None:
-        """Returns when the device has worked for so long: from now if its input has just `arrived` from elsewhere,
-        else from when it became free."""
+        """Returns when the device has worked for so many seconds: from now if its input has just `arrived` from other
+        ranks, else from when it became free."""
         if arrived:
             self.free = max(self.free, time.perf_counter())
         self.free += seconds
@@ -88,5 +89,5 @@ def emulated_layers(profile: Profile, counts: Sequence[int]) -> list[nn.Module]:
 
 
 def first_column(out: Tensor, labels: Tensor) -> Tensor:
-    """Something to start backward with; no loss of anything."""
+    """A loss per sample that starts backward; its value means nothing."""
     return out[:, 0] * 1.0

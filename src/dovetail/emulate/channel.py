@@ -33,12 +33,12 @@ from dovetail.core.errors import Error, first_line
 
 BACKEND = "dovetail-emulated"
 LATENCY = "DOVETAIL_EMULATED_LATENCY"
-"""Environment variable with the latency in seconds, where `register` is not told one."""
+"""Environment variable with the latency in seconds, where `register` is called without one."""
 
 SETTLE = 0.1
-"""Seconds, without Python's lock, in which gloo's threads let go of what they have done."""
+"""Seconds in which gloo's threads, which need Python's lock for it, release their finished collectives."""
 
-_NO_TIMEOUT = timedelta(0)  # what torch hands to `wait` when nobody asked for a time-out
+_NO_TIMEOUT = timedelta(0)  # what torch hands to `wait` when the caller gave no time-out
 _latency = 0.0
 
 # Steps of each collective in units of (n−1), by the names under which torch calls it on a process group.
@@ -73,11 +73,11 @@ def register(*, latency: float | None = None) -> str:
 
 
 def leave() -> None:
-    """Ends this rank's part in torch.distributed: when all ranks are here, destroys the groups. For plain gloo too.
+    """Waits for all ranks at a barrier, then destroys this rank's process groups. For plain gloo too.
 
     A DDP module that outlives its group joins gloo's threads while it holds Python's lock, and a thread that is just
-    letting go of its last collective may be waiting for that lock: without a pause in between, ranks hang now and
-    then (torch's issue 56297).
+    releasing its last collective may be waiting for that lock: without a pause in between, ranks hang now and then
+    (torch's issue 56297).
     """
     dist.barrier()
     time.sleep(SETTLE)
@@ -88,7 +88,7 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> EmulatedC
     return EmulatedChannel(store, rank, size, timeout, latency=_latency)
 
 
-class _Work(dist.Work):
+class _CollectiveWork(dist.Work):
     """A collective that is queued, running or done."""
 
     def __init__(self, name: str) -> None:
@@ -110,7 +110,7 @@ class _Work(dist.Work):
         self._future.set_exception(dist.DistBackendError(error))  # type: ignore[arg-type]  # torch's stub is wrong
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """The collective itself ends within the group's time-out, so that waiting without one ends too."""
+        """Waits for the end; without a time-out too this ends, as the collective ends within the group's time-out."""
         if not self._done.wait(timeout.total_seconds() or None):
             raise dist.DistBackendError(f"{self.name} did not end within {timeout.total_seconds():g} s")
         if self._error:
@@ -134,30 +134,32 @@ class _Work(dist.Work):
         return self._future
 
 
-class _Send(_Work):
-    """A message that leaves later: done when it has left and gloo has delivered it."""
+class _Send(_CollectiveWork):
+    """A message that is sent after the latency: done when gloo has delivered it."""
 
-    left: dist.Work
+    sent: dist.Work
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        return super().wait(timeout) and self.left.wait(timeout)
+        return super().wait(timeout) and self.sent.wait(timeout)
 
     def is_completed(self) -> bool:
-        return super().is_completed() and self.left.is_completed()
+        return super().is_completed() and self.sent.is_completed()
 
 
 class _Worker:
-    """One thread that takes jobs in order. A job that fails fails all behind it, as an aborted communicator does."""
+    """One thread that runs jobs in order. When one fails, all behind it fail, as on an aborted communicator."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[_Work, Callable[[], list[torch.Tensor]]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_CollectiveWork, Callable[[], list[torch.Tensor]]] | None] = (
+            queue.SimpleQueue()
+        )
         self._broken = ""  # what went wrong first
         # A daemon: a rank that fails while a collective hangs must still be able to end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _workers.add(self)
 
-    def submit(self, work: _Work, job: Callable[[], list[torch.Tensor]]) -> None:
+    def submit(self, work: _CollectiveWork, job: Callable[[], list[torch.Tensor]]) -> None:
         self._jobs.put((work, job))
 
     def stop(self, seconds: float) -> None:
@@ -178,7 +180,7 @@ class _Worker:
             except Exception as e:
                 self._broken = f"{work.name} failed: {first_line(e)}"
                 work.fail(self._broken)
-            del item, work, job  # the tensors are the caller's again while we wait for more
+            del item, work, job  # no reference to the caller's tensors while we wait for the next job
 
 
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
@@ -186,7 +188,7 @@ _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Threads that return from C++ into an interpreter that is gone would end it badly."""
+    """A thread that returned from C++ after the interpreter has shut down would crash the process."""
     for worker in list(_workers):
         worker.stop(0.2)
 
@@ -194,7 +196,7 @@ def _stop_all() -> None:
 class EmulatedChannel(dist.ProcessGroup):
     """A process group over gloo whose collectives run in order, on one thread, each after its latency.
 
-    Messages (`send`, `recv`) are gloo's own, which match by peer and tag; a send leaves after the latency of one step.
+    Messages (`send`, `recv`) are gloo's own, which match by peer and tag; a send starts after the latency of one step.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, *, latency: float) -> None:
@@ -218,11 +220,11 @@ class EmulatedChannel(dist.ProcessGroup):
         if self._step == 0:
             return self._inner.send(tensors, dstRank, tag)
         self._messages = self._messages or _Worker(f"{BACKEND}-{self.rank()}-messages")
-        work, leaves = _Send("send"), time.monotonic() + self._step
+        work, due = _Send("send"), time.monotonic() + self._step
 
         def job() -> list[torch.Tensor]:
-            time.sleep(max(0.0, leaves - time.monotonic()))
-            work.left = self._inner.send(tensors, dstRank, tag)  # begins it; gloo ends it, so that sends overlap
+            time.sleep(max(0.0, due - time.monotonic()))
+            work.sent = self._inner.send(tensors, dstRank, tag)  # starts it; gloo completes it, so that sends overlap
             return tensors
 
         self._messages.submit(work, job)
@@ -235,8 +237,8 @@ class EmulatedChannel(dist.ProcessGroup):
         return self._inner.recv_anysource(tensors, tag)
 
     def _collective(self, name: str, *args: Any, **options: Any) -> dist.Work:
-        """Queues what torch asked for, under whichever of torch's signatures; gloo gets it unchanged."""
-        work = _Work(name)
+        """Queues a collective; gloo gets the arguments unchanged, whichever of torch's signatures was used."""
+        work = _CollectiveWork(name)
         latency = self._step * self._steps * _STEPS[name]
 
         def job() -> list[torch.Tensor]:
@@ -258,7 +260,7 @@ class EmulatedChannel(dist.ProcessGroup):
 
 
 def _outputs(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """What a collective has written, by torch's convention its first argument; nothing for a barrier."""
+    """The tensors that a collective wrote, by torch's convention its first argument; none for a barrier."""
     first = args[0] if args else []
     if isinstance(first, torch.Tensor):
         return [first]

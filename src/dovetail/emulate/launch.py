@@ -58,7 +58,7 @@ class LaunchError(Error):
 
 
 def report(value: Any) -> None:
-    """Hands a JSON value to whoever launched this rank; the last call counts. Started by hand, prints it."""
+    """Hands a JSON value to the launcher of this rank; the last call counts. Without a launcher, prints it."""
     text = json.dumps(value)
     path = os.environ.get(REPORT)
     if path is None:
@@ -91,7 +91,7 @@ def launch(
     if not timeout > 0:
         raise Error(f"timeout: expected more than 0 seconds, got {timeout}")
     with scratch("launch") as folder, sigterm_raises(), held_port() as port, _RankProcesses() as running:
-        # In a namespace nobody else listens; another number each time, as the last one's connections linger.
+        # In a namespace every port is free; a new one each time, as connections of the last launch linger.
         shared = _shared_environment(ranks, network, next(_ports) if network else port) | (env or {})
         for rank in range(ranks):
             inside = ["ip", "netns", "exec", network.namespaces[rank]] if network else []

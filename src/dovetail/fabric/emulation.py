@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,28 +83,21 @@ class Fabric:
 
     def link_state(self, link: int) -> str:
         """ "up", "down", "drained" or "silent"."""
-        return self._states([link])[link]
+        for switch, slot in self._ends(link):
+            flags = self.plane.port(slot)[4]
+            if flags:
+                return "drained" if flags & structs.DRAINED else "silent"
+            with netns.inside(self.names.switch(switch)):
+                if not netns.is_running(wiring.device(slot)):
+                    return "down"
+        return "up"
 
     def link_states(self) -> list[str]:
-        """The state of every link; each switch is asked once."""
-        return list(self._states(range(len(self.topology.links))).values())
-
-    def _states(self, links: Iterable[int]) -> dict[int, str]:
-        ends = {link: self._ends(link) for link in links}
-        running: dict[int, set[int]] = {}
-        for switch in {switch for both in ends.values() for switch, _ in both}:
-            with netns.inside(self.names.switch(switch)):
-                running[switch] = netns.running()
-        states = {}
-        for link, both in ends.items():
-            flags = [self.plane.port(slot)[4] for _, slot in both]
-            if any(flags):
-                states[link] = "drained" if any(f & structs.DRAINED for f in flags) else "silent"
-            else:
-                states[link] = "up" if all(FIRST_IFINDEX + slot in running[s] for s, slot in both) else "down"
-        return states
+        """The state of every link, by its index."""
+        return [self.link_state(link) for link in range(len(self.topology.links))]
 
     def failed(self) -> frozenset[int]:
+        """Links that are not up."""
         return frozenset(i for i, state in enumerate(self.link_states()) if state != "up")
 
     # policies and hosts
@@ -113,6 +106,8 @@ class Fabric:
         """Brings another policy into force, whole at once; returns the new generation."""
         policies = compile_policy(document, self.topology, source)
         with self.plane.lock.held():
+            if (_read(self.name) or {}).get("run") != self.names.run:
+                raise Error(f"fabric {self.name!r} has been removed")
             generation = self.plane.install(self.topology, policies)
             _write(self.names, self.topology, document, "up")
         self.policies, self.document = policies, document
@@ -163,7 +158,11 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
             plane.close()
             raise
     except BaseException:
-        down(name)
+        with lock.held():
+            if (_read(name) or {"run": names.run})["run"] == names.run:
+                _remove(name)
+            else:  # somebody removed ours and has built another one
+                netns.remove(names.prefix)
         raise
     return Fabric(names, topology, document, plane)
 

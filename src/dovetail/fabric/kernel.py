@@ -20,7 +20,7 @@ from dovetail.core.errors import Error, first_line
 from dovetail.core.files import replacing
 
 BPF_DIR = Path(__file__).parent / "bpf"
-PACKAGES = ("clang", "llvm", "libbpf-dev", "libbpf1", "iproute2")
+PACKAGES = ("clang", "libbpf-dev", "libbpf1", "iproute2")
 """Debian packages the fabric needs."""
 XDP_DROP, XDP_PASS, XDP_REDIRECT = 1, 2, 4
 _VERDICT_OF_TC = {2: XDP_DROP, 0: XDP_PASS, 7: XDP_REDIRECT}

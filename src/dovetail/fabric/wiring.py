@@ -22,11 +22,15 @@ class Names:
     name: str
     run: str
 
+    @property
+    def prefix(self) -> str:
+        return f"{netns.PREFIX}{self.run}-"
+
     def switch(self, index: int) -> str:
-        return f"{netns.PREFIX}{self.run}-s{index}"
+        return f"{self.prefix}s{index}"
 
     def host(self, index: int) -> str:
-        return f"{netns.PREFIX}{self.run}-h{index}"
+        return f"{self.prefix}h{index}"
 
 
 def device(slot: int) -> str:

@@ -95,8 +95,8 @@ def score(plan: AnyPlan, *, profile: Profile, network: Network, devices: int, ta
     used = sum(ranks for ranks, _ in busy)
     useful = (devices - used) * iteration
     for ranks, spans in busy:
-        useful += ranks * sum(worth(gap, task) for gap in _gaps(spans, iteration))
-    taken = sum(ranks * (iteration - sum(_gaps(spans, iteration))) for ranks, spans in busy)
+        useful += ranks * sum(worth(gap, task) for gap in gap_lengths(spans, iteration))
+    taken = sum(ranks * (iteration - sum(gap_lengths(spans, iteration))) for ranks, spans in busy)
     return Score(iteration=iteration, device_time=taken, useful=useful)
 
 
@@ -111,7 +111,7 @@ def _busy(plan: AnyPlan, seen: Timeline) -> list[Busy]:
     return [(each, sorted([*own, *common])) for own in by_rank.values()]
 
 
-def _gaps(busy: list[tuple[float, float]], until: float) -> list[float]:
+def gap_lengths(busy: list[tuple[float, float]], until: float) -> list[float]:
     """Lengths of the idle gaps; the one at the end continues as the one at the beginning."""
     found: list[float] = []
     at = 0.0

@@ -21,7 +21,7 @@ def simulate(plan: Plan, profile: Profile, network: Network) -> Timeline:
     """The layers forward, then backward in reverse order, and beside backward every bucket's all-reduce.
 
     A bucket starts once its last gradient is ready and the bucket before it has finished. All ranks do the same at the
-    same time, so rank 0 stands for all. One worker communicates with nobody: its timeline has no network track.
+    same time, so rank 0 stands for all. A single worker does not communicate: its timeline has no network track.
 
     Where the plan overlaps with forward too, the timeline is one of many equal iterations: it starts with forward,
     beside which the parameters are gathered that the optimiser updated at the end of the iteration before.
@@ -37,18 +37,7 @@ def simulate(plan: Plan, profile: Profile, network: Network) -> Timeline:
     spans += _backward(profile, plan.batch, start=forward, until=forward + gradients.backward)
     if plan.workers > 1:
         times = schedule(gradients, cuts, network.cost("all_reduce", ranks=plan.workers))
-        for i, (bucket, (start, stop)) in enumerate(zip(plan.buckets, times, strict=True)):
-            held = bucket.stop - bucket.start
-            spans.append(
-                Span(
-                    track=NETWORK,
-                    name=f"bucket {i} ({held} tensor{'s' if held > 1 else ''})",
-                    kind="communication",
-                    start=forward + start,
-                    stop=forward + stop,
-                    bytes=bucket.bytes,
-                )
-            )
+        spans += _channel("bucket", plan.buckets, times, forward)
     return _timeline(plan, profile, network, spans)
 
 

@@ -13,10 +13,10 @@ from rich.text import Text
 from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.depth_plan import DepthPlan
 from dovetail.planning.auto.options import PARTIAL, TECHNIQUES
-from dovetail.planning.auto.search import Candidate, AutoPlan, Score, throughput
+from dovetail.planning.auto.search import AutoPlan, Candidate, Score, throughput
 
 from . import units
-from .tables import _table
+from .tables import plain_table
 
 TIE = 0.01
 """Gains below this share are called none: torch's own is then the better choice."""
@@ -36,7 +36,7 @@ def table(found: AutoPlan) -> RenderableType:
     """The ablation: from torch's DDP to the plan, a part at a time."""
     background = found.question.objective == "throughput"
     columns = ["   part", ">devices", ">iteration", ">device-time"]
-    made = _table(*columns, *([">useful"] if background else []), ">against the last")
+    made = plain_table(*columns, *([">useful"] if background else []), ">against the last")
     before: Candidate | None = None
     for step in found.steps:
         mark, s = step is found.chosen, step.score
@@ -73,7 +73,7 @@ def _value(found: AutoPlan, score: Score) -> float:
 
 def rejected(found: AutoPlan) -> RenderableType:
     """Every technique that was not chosen: the best that was seen of it, or why nothing was."""
-    made = _table("not chosen", ">devices", ">iteration", "why")
+    made = plain_table("not chosen", ">devices", ">iteration", "why")
     for technique in TECHNIQUES:
         rivals = [c for c in found.scored if c.technique == technique and c is not found.chosen]
         drops = [d for d in found.dropped if d.combination.technique == technique]

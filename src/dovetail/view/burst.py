@@ -21,8 +21,8 @@ from dovetail.planning.burst.planner import BurstPlanner
 
 from . import units
 from .palette import MARKERS, SERIES
-from .png import _clean, _figure, _save
-from .tables import _table
+from .png import hide_frame, new_figure, save_png
+from .tables import plain_table
 
 SHOWN = (1.1, 1.25, 1.5, 2.0, 3.0)
 """Limits on total device-time that get a row of the table."""
@@ -92,7 +92,7 @@ def table(found: BurstStudy) -> RenderableType:
     devices = found.planner.devices
     base = next(r for r in reversed(found.rows) if r.plan.policy.startswith("dp:")).plan
     columns = ["   plan", ">iteration", ">speed", ">device-time", f">free of {devices:,}"]
-    made = _table(*columns, *([">in tasks"] if found.task else []), ">stages")
+    made = plain_table(*columns, *([">in tasks"] if found.task else []), ">stages")
     for r in found.rows:
         p, mark = r.plan.prediction, r is found.chosen
         row = [f"{'->' if mark else '  '} {name(r.plan)}", units.seconds(p.iteration)]
@@ -114,7 +114,7 @@ def stages(plan: BurstPlan) -> RenderableType:
         f"predicted iteration {units.seconds(p.iteration)}, device-time {units.seconds(p.device_time)} "
         f"({p.amplification:.2f}x one device), {units.size(p.memory)} on rank 0",
     ]
-    made = _table(">stage", ">devices", ">layers", "first", "last")
+    made = plain_table(">stage", ">devices", ">layers", "first", "last")
     for i, (first, stop, devices) in enumerate(plan.stages()):
         made.add_row(str(i), f"{devices:,}", str(stop - first), plan.layers[first], plan.layers[stop - 1])
     return Group(*map(Text, lines), made)
@@ -144,7 +144,7 @@ def sentences(found: BurstStudy) -> list[str]:
     most_memory = planner.memory if planner.memory is not None else math.inf
     fit = [r.plan for r in found.rows if r.plan.policy.startswith("dp:") and r.plan.prediction.memory <= most_memory]
     parallel = [p for p in rules.data_parallel(planner) if p.prediction.memory <= most_memory]
-    freed = [_freed(planner, plan, parallel) for plan in fit if plan.counts[0] > 1]
+    freed = [freed_devices(planner, plan, parallel) for plan in fit if plan.counts[0] > 1]
     most = max(freed, key=lambda f: f[1] - f[2], default=None)
     more = (most[1] - most[2]) / devices if most is not None else 0.0
     if most is not None and more >= NOTHING:
@@ -181,7 +181,9 @@ def _behind_backward(planner: BurstPlanner, dp: BurstPlan) -> list[str]:
     ]
 
 
-def _freed(planner: BurstPlanner, dp: BurstPlan, parallel: Sequence[BurstPlan]) -> tuple[BurstPlan, float, float]:
+def freed_devices(
+    planner: BurstPlanner, dp: BurstPlan, parallel: Sequence[BurstPlan]
+) -> tuple[BurstPlan, float, float]:
     """(a data-parallel plan, devices that burst frees at its speed, devices that the best static partition frees).
 
     An iteration that is shorter than it has to be leaves the rest of the time free as well.
@@ -211,7 +213,7 @@ def _doubts(planner: BurstPlanner, plan: BurstPlan) -> list[str]:
 
 def burst_png(found: BurstStudy, path: str | Path) -> None:
     """Left: iteration time against device-time, the front and what others would do. Right: devices of every layer."""
-    figure = _figure(11.0, 4.6)
+    figure = new_figure(11.0, 4.6)
     trade, layers = figure.subplots(1, 2)
     planner = found.planner
     front = planner.tradeoff(LIMITS)
@@ -233,10 +235,10 @@ def burst_png(found: BurstStudy, path: str | Path) -> None:
     layers.set_xlabel("layer, in execution order")
     layers.set_ylabel(f"devices of {planner.devices}")
     for axis in (trade, layers):
-        _clean(axis)
+        hide_frame(axis)
     title = f"predicted: {planner.profile.name}, global batch {planner.cost.batch}, up to {planner.devices} devices, "
     figure.suptitle(title + planner.network, x=0.01, ha="left", fontsize=11)
-    _save(figure, path)
+    save_png(figure, path)
 
 
 def _at(plan: BurstPlan) -> tuple[float, float]:

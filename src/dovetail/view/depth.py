@@ -11,12 +11,12 @@ from dovetail.core.depth_plan import DepthPlan
 from dovetail.simulate.depth import savings as saved_by
 
 from . import units
-from .tables import _table
+from .tables import plain_table
 
 
 def savings(plans: Sequence[DepthPlan], *, chosen: DepthPlan | None = None) -> RenderableType:
     """What each policy saves over the whole training, against full backpropagation of the same global batch."""
-    table = _table("   partial backpropagation", ">compute", ">traffic", ">activations", ">largest", ">iteration")
+    table = plain_table("   partial backpropagation", ">compute", ">traffic", ">activations", ">largest", ">iteration")
     for p in plans:
         s, mark = saved_by(p), chosen is not None and p.policy == chosen.policy
         numbers = (s.compute, s.sent, s.activations, s.peak, s.iteration)
@@ -52,7 +52,7 @@ def depths(p: DepthPlan) -> RenderableType:
     for phase in p.phases:
         from_where = f"from {units.percent(phase.begins)} of the training on" if phase.begins else "from the start"
         parts.append(Text(f"{from_where}: iteration {units.seconds(phase.iteration)}"))
-        table = _table(">worker", ">depth", ">batch", ">forward", ">backward", ">activations", ">sent", ">memory")
+        table = plain_table(">worker", ">depth", ">batch", ">forward", ">backward", ">activations", ">sent", ">memory")
         for i, w in enumerate(phase.workers):
             table.add_row(
                 str(i),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.core.network import Collective, Fit, Network, CostSample
+from dovetail.core.network import Collective, CostSample, Fit, Network
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
 from dovetail.core.timeline import Span, SpanKind, Timeline
 

@@ -44,7 +44,7 @@ def _timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
     if not any(shown):
         raise Error(f"{path}: nothing to draw: the timelines have no spans")
     heights = [0.36 * max(len(rows), 1) + 0.55 for rows in shown]
-    figure = _figure(WIDTH, sum(heights) + 0.9)
+    figure = new_figure(WIDTH, sum(heights) + 0.9)
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(t.duration for t in timelines) * 1e3
     used: set[str] = set()
@@ -56,7 +56,7 @@ def _timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
         axis.set_title(_timeline_title(timeline, len(tracks.by_track(timeline)) - len(rows)), loc="left", fontsize=11.5)
     axes[-1].set_xlabel("time (ms)")
     _legend(figure, used)
-    _save(figure, path)
+    save_png(figure, path)
 
 
 def _draw_tracks(axis: Any, timeline: Timeline, rows: list[tuple[str, list[Any]]], used: set[str]) -> None:
@@ -74,7 +74,7 @@ def _draw_tracks(axis: Any, timeline: Timeline, rows: list[tuple[str, list[Any]]
                     _label(axis, p, origin, row)
     axis.set_yticks(range(len(rows)), [track for track, _ in rows], fontsize=10)
     axis.set_ylim(len(rows) - 0.4, -0.6)
-    _clean(axis)
+    hide_frame(axis)
     axis.grid(axis="x", linewidth=0.6)
     axis.set_axisbelow(True)
 
@@ -120,7 +120,7 @@ def _plans(profile: Profile, network: Network, plans: Sequence[Plan], path: str 
     ordered = by_promise(plans)
     if not ordered:
         raise Error(f"{path}: nothing to draw: there is no plan")
-    figure = _figure(WIDTH, 0.5 * len(ordered) + 1.6)
+    figure = new_figure(WIDTH, 0.5 * len(ordered) + 1.6)
     axis = figure.subplots()
     longest = max(p.prediction.iteration for p in ordered) * 1e3
     axis.set_xlim(0, (longest or 1.0) * 1.2)
@@ -134,12 +134,12 @@ def _plans(profile: Profile, network: Network, plans: Sequence[Plan], path: str 
     axis.set_ylim(len(ordered) - 0.4, -1.0)
     axis.set_yticks(range(len(ordered)), [p.policy for p in ordered], fontsize=9)
     axis.set_xlabel("time since the start of the iteration (ms)")
-    _clean(axis)
+    hide_frame(axis)
     first = ordered[0]
     setting = f"{profile.name} on {network.name}, {units.count(first.workers, 'worker')}, local batch {first.batch}"
     axis.set_title(f"predicted: {setting}", loc="left", fontsize=10.5)
     _legend(figure, {"forward", "backward", "communication", "exposed"})
-    _save(figure, path)
+    save_png(figure, path)
 
 
 def _draw_plan(axis: Any, row: int, plan: Plan, timeline: Timeline) -> None:
@@ -158,7 +158,7 @@ def scale_png(points: Sequence[ScalePoint], path: str | Path, *, title: str = ""
     """Left: predicted speed-up over one worker, both axes logarithmic. Right: its share of the ideal."""
     if not points:
         raise Error(f"{path}: nothing to draw: there is no point")
-    figure = _figure(WIDTH + 1, 5.6)
+    figure = new_figure(WIDTH + 1, 5.6)
     speed, share = figure.subplots(1, 2)
     workers = sorted({p.workers for p in points})
     speed.plot(workers, workers, color="#444444", linestyle="--", linewidth=1, label="ideal")
@@ -179,7 +179,7 @@ def scale_png(points: Sequence[ScalePoint], path: str | Path, *, title: str = ""
         axis.set_xlabel("workers")
         axis.grid(color="#dddddd", linewidth=0.6)
         _plain_numbers(axis.xaxis)
-        _clean(axis)
+        hide_frame(axis)
     speed.set_yscale("log", base=2)
     _plain_numbers(speed.yaxis)
     speed.set_ylabel("speed-up over one worker")
@@ -187,7 +187,7 @@ def scale_png(points: Sequence[ScalePoint], path: str | Path, *, title: str = ""
     share.set_ylabel("share of the ideal speed-up (%)")
     figure.suptitle(f"predicted: {title}" if title else "predicted", x=0.01, ha="left", fontsize=11)
     figure.legend(loc="outside lower center", ncols=min(5, len(lines) + 1), frameon=False, fontsize=8.5)
-    _save(figure, path)
+    save_png(figure, path)
 
 
 def _plain_numbers(axis: Any) -> None:
@@ -220,7 +220,8 @@ def _ink(name: str) -> Any:
     return settings[name]
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """Makes a matplotlib figure of so many inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -231,7 +232,8 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _clean(axis: Any) -> None:
+def hide_frame(axis: Any) -> None:
+    """Hides the lines at the top and on the right of a plot."""
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
 
@@ -243,6 +245,7 @@ def _legend(figure: Any, used: set[str]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=10)
 
 
-def _save(figure: Any, path: str | Path) -> None:
+def save_png(figure: Any, path: str | Path) -> None:
+    """Writes a figure as a PNG file, in one step."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from . import units
 from .palette import MARKERS, SERIES
-from .png import _clean, _figure, _save
-from .tables import _table
+from .png import hide_frame, new_figure, save_png
+from .tables import plain_table
 
 if TYPE_CHECKING:
     from dovetail.simulate.cluster.report import ClusterReport, Spread
@@ -38,7 +38,7 @@ def _with_spread(s: Spread, text: str) -> str:
 
 def outcomes(cells: Sequence[StudyCell]) -> RenderableType:
     """One row per policy: times over all jobs. The spread over samples follows where it is above one per cent."""
-    table = _table("policy", ">makespan", ">mean", ">median", ">p99", ">queueing", ">busy")
+    table = plain_table("policy", ">makespan", ">mean", ">median", ">p99", ">queueing", ">busy")
     table.columns[0].no_wrap = True
     for cell in cells:
         mean, makespan = cell.figure(lambda r: r.all.mean), cell.figure(lambda r: r.makespan)
@@ -70,7 +70,7 @@ def _means(cell: StudyCell) -> dict[str, float]:
 def by_size(cells: Sequence[StudyCell], baseline: StudyCell) -> RenderableType:
     """Makespan, mean completion by the number of workers, and fairness, against the baseline."""
     base = baseline.reports[0]
-    table = _table(f"against {baseline.contender.name}", ">makespan", *(f">{g.name}" for g in base.groups))
+    table = plain_table(f"against {baseline.contender.name}", ">makespan", *(f">{g.name}" for g in base.groups))
     table.columns[0].no_wrap = True
     table.add_row("jobs", "", *(f"{g.jobs:,}" for g in base.groups), style="dim")
     for cell in cells:
@@ -79,7 +79,7 @@ def by_size(cells: Sequence[StudyCell], baseline: StudyCell) -> RenderableType:
             changes = (_against(mine[g.name], there[g.name]) for g in base.groups)
             makespans = [c.figure(lambda r: r.makespan).mean for c in (cell, baseline)]
             table.add_row(cell.contender.name, _against(*makespans), *changes)
-    fair = _table("fairness", ">10% later than an equal share", ">99th percentile", ">slowdown")
+    fair = plain_table("fairness", ">10% later than an equal share", ">99th percentile", ">slowdown")
     for cell in cells:
         fair.add_row(
             cell.contender.name,
@@ -119,7 +119,7 @@ def _phrase(what: str, change: float) -> str:
 def sweep(cells: Sequence[StudyCell]) -> RenderableType:
     """Mean completion and queue growth over load: a row per load, a column per policy; "…" where the queue grows."""
     names = list(dict.fromkeys(c.contender.name for c in cells))
-    table = _table(">load", *(f">{n}" for n in names))
+    table = plain_table(">load", *(f">{n}" for n in names))
     for load in dict.fromkeys(c.load for c in cells):
         row = [c for c in cells if c.load == load]
         texts = []
@@ -133,7 +133,7 @@ def sweep(cells: Sequence[StudyCell]) -> RenderableType:
 
 
 def capacities(found: Sequence[tuple[str, Sequence[Capacity]]]) -> RenderableType:
-    table = _table("policy", ">capacity", ">lowest", ">highest")
+    table = plain_table("policy", ">capacity", ">lowest", ">highest")
     for name, runs in found:
         loads = [c.load for c in runs]
         table.add_row(name, f"{sum(loads) / len(loads):.2f}", f"{min(loads):.2f}", f"{max(loads):.2f}")
@@ -144,7 +144,7 @@ def capacities(found: Sequence[tuple[str, Sequence[Capacity]]]) -> RenderableTyp
 def curves_png(cells: Sequence[StudyCell], path: str | Path, *, title: str = "") -> None:
     """Load curves: slowdown of the mean job and share of device time used, by policy; spread over samples as bars."""
     names = list(dict.fromkeys(c.contender.name for c in cells))
-    figure = _figure(10.0, 4.2)
+    figure = new_figure(10.0, 4.2)
     left, right = figure.subplots(1, 2)
     for i, name in enumerate(names):
         mine = [c for c in cells if c.contender.name == name and c.load]
@@ -170,7 +170,7 @@ def curves_png(cells: Sequence[StudyCell], path: str | Path, *, title: str = "")
     for axis in (left, right):
         axis.set_xlabel("offered load (1 = devices full of gangs)")
         axis.grid(alpha=0.25)
-        _clean(axis)
+        hide_frame(axis)
     figure.suptitle(f"predicted: {title}" if title else "predicted", x=0.01, ha="left", fontsize=11)
     figure.legend(loc="outside lower center", ncols=min(4, len(names)), frameon=False, fontsize=8.5)
-    _save(figure, path)
+    save_png(figure, path)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.core.network import Collective, Network, CostSample
+from dovetail.core.network import Collective, CostSample, Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Layer, Profile
 from dovetail.core.timeline import Comparison, Timeline
@@ -35,7 +35,7 @@ def profile(p: Profile, *, top: int = TOP_LAYERS) -> RenderableType:
         f"{_origin(p.emulated)} on {p.device}; at a local batch of {p.batch}: forward {units.seconds(forward)}, "
         f"backward {units.seconds(backward)}",
     ]
-    table = _table("layer", "type", ">forward", ">backward", ">share", ">parameters")
+    table = plain_table("layer", "type", ">forward", ">backward", ">share", ">parameters")
     total = sum(_time(layer, p.batch) for layer in p.layers) or 1.0
     shown, rest = list(p.layers), list[Layer]()
     if len(shown) > top + 4:  # hiding three rows behind a line that says so gains nothing
@@ -50,7 +50,7 @@ def profile(p: Profile, *, top: int = TOP_LAYERS) -> RenderableType:
     batches = sorted({t.batch for layer in p.layers for t in layer.times})
     parts: list[RenderableType] = [*map(Text, lines), table]
     if len(batches) > 1:
-        times = _table(">local batch", ">forward", ">backward", ">per sample")
+        times = plain_table(">local batch", ">forward", ">backward", ">per sample")
         for batch in batches:
             f, b = p.forward_time(batch), p.backward_time(batch)
             times.add_row(str(batch), units.seconds(f), units.seconds(b), units.seconds((f + b) / batch))
@@ -75,7 +75,7 @@ def _collective(name: str, c: Collective) -> list[RenderableType]:
     law = f"{name}: {units.seconds(c.fit.latency)} + bytes / {units.rate(c.fit.seconds_per_byte)}"
     if not c.samples:
         return [Text(law)]
-    table = _table(">bytes", ">median", ">10 %", ">90 %", ">law", ">law's error")
+    table = plain_table(">bytes", ">median", ">10 %", ">90 %", ">law", ">law's error")
     for s in _spread(c.samples, MAX_ROWS):
         fitted = c.fit.latency + c.fit.seconds_per_byte * s.bytes
         error = fitted / s.seconds.median - 1 if s.seconds.median else 0.0
@@ -91,7 +91,7 @@ def plans(compared: Sequence[Plan], *, chosen: Plan | None = None, baseline: str
     base = next((p for p in sorted(compared, key=lambda p: p.overlap) if p.policy == baseline), None)
     mixed = len({p.overlap for p in compared}) > 1
     columns = ["   policy", ">buckets", ">iteration", ">exposed", ">above bound"]
-    table = _table(*columns, *([f">against {baseline}"] if base else []))
+    table = plain_table(*columns, *([f">against {baseline}"] if base else []))
     for p in by_promise(compared):
         r, mark = p.prediction, chosen is not None and (p.policy, p.overlap) == (chosen.policy, chosen.overlap)
         name = f"{p.policy} (all-reduce)" if mixed and p.overlap == "backward" else p.policy
@@ -121,7 +121,7 @@ def buckets(p: Plan) -> RenderableType:
         f"predicted iteration {units.seconds(r.iteration)}: forward {units.seconds(r.forward)}, "
         f"backward {units.seconds(r.backward)}, {updating}exposed communication {units.seconds(r.exposed)}",
     ]
-    table = _table(">bucket", ">size", ">tensors", "first ready", "last ready")
+    table = plain_table(">bucket", ">size", ">tensors", "first ready", "last ready")
     for i, b in list(enumerate(p.buckets))[:MAX_ROWS]:
         table.add_row(str(i), units.size(b.bytes), str(b.stop - b.start), p.tensors[b.start], p.tensors[b.stop - 1])
     parts: list[RenderableType] = [*map(Text, lines), table]
@@ -134,7 +134,7 @@ def hidden(timeline: Timeline) -> RenderableType:
     """Every communication in order of time: what of it nothing hides, and behind which layers the rest goes on."""
     from dovetail.simulate.iteration import hidden as found
 
-    table = _table("communication", ">size", ">takes", ">exposed", "behind")
+    table = plain_table("communication", ">size", ">takes", ">exposed", "behind")
     rows = found(timeline)
     for h in rows[:MAX_ROWS]:
         ends = [f"{s.kind} of {s.name}" if s.kind != "optimizer" else s.name for s in (h.behind[:1] + h.behind[-1:])]
@@ -148,7 +148,7 @@ def hidden(timeline: Timeline) -> RenderableType:
 
 def comparison(c: Comparison) -> RenderableType:
     """A prediction beside what happened."""
-    table = _table("", ">predicted", ">measured", ">error")
+    table = plain_table("", ">predicted", ">measured", ">error")
     table.add_row(
         "iteration",
         units.seconds(c.predicted),
@@ -173,7 +173,7 @@ def scale(points: Sequence[ScalePoint]) -> RenderableType:
     for columns in (workers[i : i + SCALE_COLUMNS] for i in range(0, len(workers), SCALE_COLUMNS)):
         if parts:
             parts.append(Text())
-        table = _table("workers", *(f">{w:,}" for w in columns))
+        table = plain_table("workers", *(f">{w:,}" for w in columns))
         for name in policies:
             cells = [at.get((name, w)) for w in columns]
             texts = ["" if c is None else f"{c:,.1f}" if c < 999.95 else f"{c:,.0f}" for c in cells]
@@ -188,7 +188,7 @@ def above(value: float, reference: float) -> str:
     return units.percent(value / reference - 1, sign=True) if reference else ""
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
     """Columns whose name starts with ">" are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
     for name in columns:

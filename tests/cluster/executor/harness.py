@@ -130,7 +130,7 @@ def wait(condition: Callable[[], Any], what: str, *, timeout: float = LIMIT) -> 
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout} s"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def wait_for_tasks(at: Harness, count: int) -> list[recorder.TaskLine]:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dovetail.cluster.executor import recorder
 from dovetail.cluster.executor.recorder import DeviceRecorder
-from dovetail.cluster.output import Log
 
 
 def fill(home: Path, device: int, tasks: int, *, start: float = 100.0, **more: object) -> DeviceRecorder:
@@ -118,22 +117,6 @@ def test_foreign_lines_are_skipped(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\n".join(strange) + b"\n")
     assert len(recorder.recorded_tasks(tmp_path)) == 1
     assert recorder.read(tmp_path / "nowhere").tasks == ()
-
-
-def test_a_log_that_grows_too_long_keeps_its_end(tmp_path: Path) -> None:
-    log = Log(tmp_path / "log.txt", limit=10_000)
-    other = Log(tmp_path / "log.txt", limit=10_000)
-    for i in range(2000):
-        (log if i % 2 else other).write(f"line {i}\n".encode())
-        if i % 100 == 0:
-            log.trim()
-            other.trim()
-    text = (tmp_path / "log.txt").read_text()
-    assert len(text) < 12_000 and text.endswith("line 1999\n")
-    assert text.startswith("[dovetail: earlier output was dropped]\nline ")
-    log.close()
-    log.trim()  # the heartbeat thread may come just then
-    other.close()
 
 
 def test_recordings_of_earlier_releases_are_read(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_one_device_is_best_where_communication_costs_more_than_it_saves() -> No
     assert [(c.technique, c.devices) for c in found.steps] == [("ddp", 8), ("ddp", 1)]
 
 
-def test_where_everything_hides_torchs_own_is_kept() -> None:
+def test_where_everything_hides_nothing_gains_over_torchs_ddp() -> None:
     found = choose(made_profile([100, 100], [1.0, 1.0]), preset("nvlink-8"))
     gain = found.baseline.score.iteration / found.chosen.score.iteration
     assert gain < 1.001
@@ -85,7 +85,7 @@ def test_the_ablation_adds_one_part_at_a_time() -> None:
     assert all(isinstance(c.plan, Plan) for c in found.steps)
 
 
-def test_a_plan_needs_no_cut_that_it_has() -> None:
+def test_a_plan_has_no_cut_that_it_does_not_need() -> None:
     """Everything hides in any number of buckets; the fewest have the last gradient in a bucket of its own."""
     job = made_profile([1000] * 12, [0.1] * 12)
     search = choose(job, preset("10gbe-4")).search

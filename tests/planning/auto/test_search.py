@@ -161,11 +161,11 @@ def test_the_score_of_a_plan_is_what_its_timeline_shows() -> None:
 def test_background_tasks_get_whole_tasks_only_and_gaps_go_on_in_the_next_iteration() -> None:
     """Ten seconds; a device that is busy from 4 to 6 has one gap of 8 s: two tasks of 3 s."""
     from dovetail.planning.burst.background import worth
-    from dovetail.simulate.auto import _gaps
+    from dovetail.simulate.auto import gap_lengths
 
-    assert _gaps([(4.0, 6.0)], 10.0) == [8.0] and worth(8.0, 3.0) == 6.0
-    assert _gaps([(0.0, 6.0), (2.0, 3.0), (7.0, 8.0)], 10.0) == [1.0, 2.0]
-    assert _gaps([(0.0, 10.0)], 10.0) == [] and worth(0.3, 0.1) == pytest.approx(0.3)
+    assert gap_lengths([(4.0, 6.0)], 10.0) == [8.0] and worth(8.0, 3.0) == 6.0
+    assert gap_lengths([(0.0, 6.0), (2.0, 3.0), (7.0, 8.0)], 10.0) == [1.0, 2.0]
+    assert gap_lengths([(0.0, 10.0)], 10.0) == [] and worth(0.3, 0.1) == pytest.approx(0.3)
     job, net = profile(0, 3), network(1e-3, 1e-9)
     plan = choose(job, net, devices=2).chosen.plan
     with pytest.raises(Error, match="task: expected at least 0 and finite seconds, got inf"):
@@ -173,7 +173,7 @@ def test_background_tasks_get_whole_tasks_only_and_gaps_go_on_in_the_next_iterat
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_is_never_worse_than_the_policies_of_merging_and_overlap(seed: int) -> None:
+def test_the_choice_is_never_worse_than_the_policies_of_merging_and_overlap(seed: int) -> None:
     rng = random.Random(seed)
     n = 30
     job = made_profile([rng.randint(50, 4_000_000) for _ in range(n)], [rng.uniform(1e-4, 5e-3) for _ in range(n)])

@@ -45,7 +45,7 @@ def test_a_number_of_ranks_answers_from_its_own_measurement() -> None:
     assert LINKS.all_reduce(5000, 3) == pytest.approx(ring), "others follow the widest by the ring law"
 
 
-def test_re_sharding_answers_by_where_it_comes_from_and_goes_to() -> None:
+def test_re_sharding_costs_depend_on_the_ranks_before_and_after() -> None:
     assert float(LINKS.move(2000, 4, 1)) == pytest.approx(14e-3)
     assert float(LINKS.move(20000, 2, 1)) == pytest.approx(22e-3), "beyond the table along its last slope"
     each = LINKS.move([[1000.0], [2000.0]], [[1], [2]], [2, 4])
@@ -53,11 +53,11 @@ def test_re_sharding_answers_by_where_it_comes_from_and_goes_to() -> None:
     assert np.asarray(each) == pytest.approx(np.array([[2e-3, 4e-3], [0.0, 5e-3]]))
 
 
-def test_crowding_is_of_the_ranks_that_were_measured() -> None:
+def test_crowding_is_known_only_for_measured_numbers_of_ranks() -> None:
     assert (LINKS.crowding(4), LINKS.crowding(2)) == (1.5, 1.0)
 
 
-def test_a_planner_takes_both_directions_of_a_border() -> None:
+def test_a_planner_counts_re_sharding_in_both_directions() -> None:
     model = made_profile([0, 0], [1e-3, 1e-3])
     planner = BurstPlanner(model, ProfileCost(model, 8, wires=LINKS), 4, counts=(1, 2, 4))
     moved = 6 * model.layers[0].activation_bytes  # six samples come to the one that stays
@@ -66,7 +66,7 @@ def test_a_planner_takes_both_directions_of_a_border() -> None:
     assert float(planner.cost.reshard(0, 1, 4)) == pytest.approx(border)
 
 
-def test_of_several_measurements_a_bad_one_does_not_count() -> None:
+def test_one_bad_measurement_among_several_does_not_count() -> None:
     def slower(factor: float) -> MeasuredLinks:
         networks = {
             n: msgspec.structs.replace(network, collectives={"all_reduce": collective(n * 1e-3, factor * 1e-6)})

@@ -27,7 +27,6 @@ from dovetail.planning.depth.guard import (
     retained,
     smoothed,
 )
-from dovetail.planning.depth.straggler import Pace, Stragglers
 
 scales = st.floats(0, 1e4)
 positive = st.floats(1e-3, 1e3)
@@ -59,7 +58,7 @@ def test_numerator_and_denominator_are_smoothed_apart() -> None:
 
 
 @given(scales, st.integers(1, 8), st.integers(1, 8), positive)
-def test_what_is_retained_is_the_notes_formula(scale: float, c: int, k: int, batch: float) -> None:
+def test_retained_progress_is_the_formula_of_the_module_docstring(scale: float, c: int, k: int, batch: float) -> None:
     c = min(c, k)
     expected = (1 + scale / batch) / (1 + scale * k / (batch * c))
     assert retained(scale, batch * c / k, batch) == pytest.approx(expected)
@@ -107,13 +106,13 @@ def test_ladder_depths_survive_the_way_through_counts() -> None:
     assert assign(counts_of(depths, 4), order) == depths
 
 
-def test_the_ladders_cost_is_the_notes_formula() -> None:
+def test_the_ladders_cost_is_the_closed_formula() -> None:
     for k in (2, 4, 8):
         saved = 1 - cost(range(1, k + 1), [1.0] * k, forward=1.0, backward=[2.0 / k] * k)
         assert saved == pytest.approx((k - 1) / (3 * k))
 
 
-def test_it_says_when_fewer_workers_would_serve_better_and_not_otherwise() -> None:
+def test_a_decision_says_when_fewer_workers_would_serve_better_and_not_otherwise() -> None:
     backward = [0.5] * 4
     # The first segment alone is noisy and carries all the progress: three full workers beat a ladder of like cost.
     noisy = [Moments(variance=1000.0, signal=10.0), *[Moments(variance=0.01, signal=0.01)] * 3]
@@ -149,31 +148,6 @@ def test_the_plans_counts_are_a_floor() -> None:
 def test_wrong_options_are_one_line(options: dict[str, float], words: str) -> None:
     with pytest.raises(Error, match=words):
         Guard(**options)  # type: ignore[arg-type]
-    with pytest.raises(Error, match=r"Stragglers\.slow: expected above 1"):
-        Stragglers(slow=1.0)
-
-
-def test_a_worker_is_slow_after_patience_and_well_again_after_patience() -> None:
-    pace = Pace(Stragglers(slow=1.5, patience=3), workers=4, segments=4, forward=1.0, backward=2.0)
-
-    def seconds(slowness: float, depths: tuple[int, ...]) -> list[float]:
-        return [(1 + 2 * d / 4) * (slowness if w == 3 else 1.0) for w, d in enumerate(depths)]
-
-    for _ in range(2):
-        assert pace.update(seconds(2.0, (1, 2, 3, 4)), (1, 2, 3, 4)) == []
-    (line,) = pace.update(seconds(2.0, (1, 2, 3, 4)), (1, 2, 3, 4))
-    # Depth 1 at half the speed takes 2 × 1.5, as long as a healthy worker at depth 4.
-    assert pace.limits == (4, 4, 4, 1) and "worker 3 takes 2 times the usual time: depth at most 1 of 4" in line
-    assert pace.update(seconds(1.4, (1, 2, 4, 1)), (1, 2, 4, 1)) == [], "better, but not well"
-    for _ in range(2):
-        assert pace.update(seconds(1.0, (1, 2, 4, 1)), (1, 2, 4, 1)) == []
-    assert pace.update(seconds(1.0, (1, 2, 4, 1)), (1, 2, 4, 1)) == ["worker 3 is well again: any depth"]
-    assert pace.limits == (4, 4, 4, 4)
-
-
-def test_different_depths_alone_make_nobody_slow() -> None:
-    pace = Pace(Stragglers(slow=1.2, patience=1), workers=4, segments=4, forward=1.0, backward=2.0)
-    assert pace.update([1.5, 2.0, 2.5, 3.0], (1, 2, 3, 4)) == [] and pace.limits == (4,) * 4
 
 
 # -- the bound at the present learning rate --
@@ -200,7 +174,7 @@ def test_at_the_peak_the_bound_is_stricter_than_the_guards_own(noise: float, sha
     assert kept(noise, share * 64, 64, rate=1.0) <= retained(noise, share * 64, 64) + 1e-9
 
 
-def test_it_is_the_gain_of_a_noisy_step_on_a_parabola() -> None:
+def test_kept_progress_is_the_gain_of_a_noisy_step_on_a_parabola() -> None:
     curvature, noise, batch = 3.0, 40.0, 32.0
     best = 1 / (curvature * (1 + noise / batch))
     for rate in (1.0, 0.5, 0.1):

@@ -120,7 +120,7 @@ def test_min_contributors_lifts_the_input_and_leaves_the_rest() -> None:
     assert plan(even(), workers=4).phases[0].depths == (1, 2, 3, 4)
 
 
-def test_more_or_fewer_segments_than_workers() -> None:
+def test_there_may_be_more_or_fewer_segments_than_workers() -> None:
     assert plan(even(), workers=2, segments=4).phases[0].depths == (2, 4)
     assert plan(even(), workers=4, segments=2).phases[0].depths == (1, 1, 2, 2)
     assert len(plan(even(3), workers=8).segments) == 3, "no more segments than layers"
@@ -227,7 +227,7 @@ def test_a_stored_plan_that_trains_nothing_in_the_first_segment_is_refused() -> 
         files.decode(files.encode(msgspec.structs.replace(made, phases=(lame,))), DepthPlan, "plan.json")
 
 
-def test_one_worker_and_wrong_numbers() -> None:
+def test_one_worker_is_planned_and_wrong_numbers_are_one_line() -> None:
     alone = plan(even(), workers=1)
     assert alone.phases[0].depths == (1,) and savings(alone).compute == 0
     for options, said in [

@@ -103,7 +103,7 @@ def test_batches_of_a_plan_are_those_of_handing_out_one_by_one(
     assert quick == plan(profile, net, workers=5, batch=2000, policy="balanced")
 
 
-def test_a_huge_batch_is_balanced_in_a_few_looks_at_the_clock() -> None:
+def test_a_huge_batch_is_balanced_with_few_evaluations_of_the_cost() -> None:
     looks = 0
 
     def seconds(worker: int, batch: int) -> float:

@@ -1,4 +1,4 @@
-"""The baselines: which jobs may pass the first in the queue under EASY, and who gets which part of the devices."""
+"""The baselines: which jobs may pass the first in the queue under EASY, and how devices are divided."""
 
 from __future__ import annotations
 

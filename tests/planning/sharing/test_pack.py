@@ -126,7 +126,7 @@ def test_background_jobs_keep_only_each_other_waiting() -> None:
     assert admit(devices, shape(device=0.9), rules) == [0]
     devices.replace(1, shape(device=0.8), [0])
     assert devices.foreground[0] == 0.0, "it stays a background job in another shape"
-    assert admit(devices, shape(persistent=70, device=0.1), rules) is None, "memory is held by whoever holds it"
+    assert admit(devices, shape(persistent=70, device=0.1), rules) is None, "background jobs hold memory as all do"
 
 
 def test_empty_nodes_are_left_empty_where_a_job_fits_a_used_one() -> None:

@@ -25,7 +25,7 @@ LEVELS: tuple[Level, Level] = ("task", "fluid")
 def test_the_levels_agree_within_five_percent(name: str, load: float) -> None:
     """Every mix: mean completion and makespan, with jitter, switches, restarts and partial depths.
 
-    Jitter may decide who finds a whole node free, at both levels: means over the same seeds are held together.
+    Jitter may decide which job finds a whole node free, at both levels: means over the same seeds are compared.
     """
     for seed in range(2):
         jobs = [j.with_depths("ladder") for j in mix(40, seed, load=load, iterations=0.7)]

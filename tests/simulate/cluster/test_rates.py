@@ -35,8 +35,8 @@ CROWD = [one(str(i), 60 + 40 * i, off=0.1, arrival=30.0 * i) for i in range(4)]
 @pytest.mark.parametrize("name", ["jigsaw", "jigsaw-srpt", "jigsaw-las", "jigsaw-cp"])
 @pytest.mark.parametrize("workload", [NEWCOMER, UNEQUAL, OVERTAKES, CROWD], ids=["new", "unequal", "wide", "crowd"])
 def test_jobs_change_places_at_both_levels(name: str, workload: list[Job]) -> None:
-    """Who has attained least goes first until it has caught up; who has the longest path until it is as short as the
-    next one's; whoever runs more overtakes under least remaining work. Job by job."""
+    """The job with the least attained service goes first until it has caught up, the one with the longest path until
+    its path is as short as the next one's; under least remaining work a job that runs more overtakes. Job by job."""
     devices = max(job.workers for job in workload)
     found = [
         simulate(workload, ClusterSize(devices=devices), policy(name, duty_cap=9), level=level, overheads=EXACT).finish
@@ -45,8 +45,8 @@ def test_jobs_change_places_at_both_levels(name: str, workload: list[Job]) -> No
     assert found[1] == pytest.approx(found[0], rel=0.03)
 
 
-def test_neighbours_have_a_device_to_themselves_while_weights_travel() -> None:
-    """Where the mover comes to, somebody runs whom it will slow down: not before it is there."""
+def test_neighbours_have_a_device_to_themselves_while_weights_are_copied() -> None:
+    """The job that moves slows a neighbour on its new device, but not before it is there."""
     jobs = [
         one("moves", 300, on=2.4, off=0.6),
         one("goes", 50, on=0.7, off=0.3, arrival=0.1),
@@ -63,7 +63,7 @@ def test_neighbours_have_a_device_to_themselves_while_weights_travel() -> None:
 
 
 def test_jobs_of_one_device_never_run_more_than_it_can() -> None:
-    """Once the first two have fallen into step, the third finds no more gaps: what it found before is not its rate."""
+    """Once the first two run in a steady rhythm, the third finds no more gaps: what it ran before is not its rate."""
     narrow, wide = (
         Job(
             name="j",
@@ -83,15 +83,15 @@ def test_jobs_of_one_device_never_run_more_than_it_can() -> None:
     assert pace(0, 1, 0.0, 9.0) == 0.0
 
 
-def test_a_play_taken_up_again_is_the_one_that_never_stopped() -> None:
+def test_a_run_that_is_resumed_gives_the_rates_of_one_that_never_stopped() -> None:
     """Results depend on the jobs and the seed alone, not on what was simulated before."""
     shapes = (mix(1, 0)[0].shape(), mix(1, 1)[0].shape())
     devices = tuple(((0, i), (1, i)) for i in range(min(s.width for s in shapes)))
     group = SharingGroup(shapes, (False, False), (), devices)
-    play = together.__wrapped__(group, policy("jigsaw"), Overheads())
-    first = play.after(0)
-    longer = play.after(3)
-    assert play.after(0) == first
+    run = together.__wrapped__(group, policy("jigsaw"), Overheads())
+    first = run.after(0)
+    longer = run.after(3)
+    assert run.after(0) == first
     assert longer == together.__wrapped__(group, policy("jigsaw"), Overheads()).after(3)
     assert longer.seconds > 5 * first.seconds and longer.tasks > 5 * first.tasks
     assert together.__wrapped__(group, policy("jigsaw"), Overheads(seed=1)).after(0).rates != first.rates

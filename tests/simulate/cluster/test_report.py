@@ -29,7 +29,7 @@ def test_a_report_has_the_figures_of_a_calculation_by_hand() -> None:
     assert r.throughput == pytest.approx(1.0)
     together = [msgspec.structs.replace(j, arrival=0.0) for j in jobs]
     r = report(simulate(together, ClusterSize(devices=4), policy("gang-fifo"), level="task", overheads=EXACT))
-    assert r.throughput == pytest.approx(20 / (4 * 10)), "nobody waited"
+    assert r.throughput == pytest.approx(20 / (4 * 10)), "no job waited"
 
 
 def test_finish_time_fairness_is_one_on_an_equal_share() -> None:

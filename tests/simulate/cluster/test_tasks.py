@@ -86,7 +86,7 @@ def test_every_policy_keeps_the_invariants(name: str, workload: list[Job], jitte
     if chosen.shares:
         chosen = replace(chosen, rules=replace(chosen.rules, guard=guard))  # type: ignore[arg-type]
     chosen = replace(chosen, quantum=chosen.quantum / 60)
-    if chosen.partition:  # two parts of three devices, so nobody may be wider
+    if chosen.partition:  # two parts of three devices, so no job may be wider
         workload = [j for j in workload if max(p.workers for p in j.phases) <= 3]
         if not workload:
             return
@@ -149,7 +149,7 @@ def test_a_job_alone_takes_the_sum_of_its_periods(workload: list[Job]) -> None:
 
 @given(data=st.data(), devices=st.integers(1, 4))
 def test_list_scheduling_stays_below_area_plus_path(data: st.DataObject, devices: int) -> None:
-    """Work-conserving and nobody off the device: makespan ≤ area + (1 − 1/G)·path, so within 2 − 1/G of the optimum."""
+    """Work-conserving, no time off the device: makespan ≤ area + (1 − 1/G)·path, so within 2 − 1/G of the optimum."""
     times = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
     batch = [
         one(str(i), workers=devices, iterations=3, f=f, b=b, depths=ladder(devices)) for i, (f, b) in enumerate(times)
@@ -163,7 +163,7 @@ def test_list_scheduling_stays_below_area_plus_path(data: st.DataObject, devices
 @pytest.mark.parametrize("k", [2, 4, 8])
 @pytest.mark.parametrize("off", [0.0, 0.15, 0.3])
 def test_saturated_homogeneous_jobs_come_within_three_percent_of_the_bound(k: int, off: float) -> None:
-    """By the policy's defaults, while there is a queue. In fair turns also to the very end: nobody is left alone."""
+    """With the policy's defaults, while there is a queue; in fair turns to the very end, as no job is left alone."""
     f, b = 1.0, 2.0
     cluster = replace(ROOMY, devices=16)
     s = off * (f + b)
@@ -211,7 +211,7 @@ def test_with_a_reservation_a_wide_job_is_not_kept_waiting_by_smaller_ones(level
     assert passed.start[1] > 20, "without one, the long ones pass"
 
 
-def test_what_a_guard_predicts_follows_what_tasks_take() -> None:
+def test_the_guard_s_predictions_follow_the_measured_durations() -> None:
     """All tasks take 1.5 times what their profiles say: gaps of 3 s and background tasks of 1.35 s, two to a gap."""
     engine = TaskEngine(2, policy("jigsaw"), Overheads(jitter=0.1, switch=0.0))
     engine.noise = (1.5,) * NOISE

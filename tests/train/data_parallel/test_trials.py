@@ -21,7 +21,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contest(*seconds: list[float], rounds: int) -> tuple[int, list[int], tuple[Trial, ...]]:
-    """(the plan that was kept, turns that each plan got, the last report); `seconds` are those of each plan by round."""
+    """(the kept plan, turns that each plan got, the last report); `seconds` are those of each plan by round."""
     plans = [planning.plan(made_profile([1000] * 6, [0.1] * 6), made_network(0.05, 1e-4))] * len(seconds)
     told: list[tuple[Trial, ...]] = []
     turns = [0] * len(plans)

@@ -52,7 +52,7 @@ def untied(model: nn.Module) -> nn.Module:
 def oracle(
     model: nn.Module, plan: Any, depths: list[int], batches: list[torch.Tensor], weights: list[float]
 ) -> dict[str, torch.Tensor]:
-    """In one process: everybody's full gradient, masked at the segments, averaged over those that are left."""
+    """In one process: every worker's full gradient, masked by segment, averaged over the contributors."""
     per_worker = []
     for batch in batches:
         one = untied(model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -277,6 +279,23 @@ def awaiting_plan() -> dict[str, Any]:
     step(ours)
     after = [ours.state.name, sorted(ours.depths), ours.step]
     return {"before": before, "refused": refused, "evaluated": evaluated, "armed": armed, "after": after}
+
+
+def released() -> dict[str, Any]:
+    """The user drops the wrapper after a step and keeps the model, the optimiser and an output."""
+    model = Layers()
+    ours = wrapped(model)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
+    step(ours)
+    optimizer.step()
+    output = ours(inputs("skips", 3, 1))
+    held: list[weakref.ref[Any]] = [weakref.ref(ours), weakref.ref(ours._planned)]
+    del ours
+    gc.collect()
+    model.zero_grad()
+    loss(output).backward()
+    optimizer.step()
+    return {"released": [ref() is None for ref in held], "gradient": model.c.weight.grad is not None}
 
 
 def one_rank() -> str:

@@ -103,7 +103,7 @@ COMMON = [E.FORWARD, E.LOCAL_FORWARD, E.GRADIENT, E.GRADIENT, E.BACKWARD_ENDED, 
 
 @settings(max_examples=500)
 @given(st.lists(st.sampled_from([*COMMON, E.FAILED, E.PLANNED]), max_size=60), st.booleans())
-def test_random_events_lead_where_the_separate_facts_say(events: list[BackpropEvent], planned_first: bool) -> None:
+def test_random_events_agree_with_a_model_of_separate_facts(events: list[BackpropEvent], planned_first: bool) -> None:
     books, state = Books(), S.AWAITING_PLAN
     passes = begun = ended = 0
     for event in [E.PLANNED, *events] if planned_first else events:
@@ -132,7 +132,7 @@ def test_a_forward_pass_before_the_exchange_has_ended_is_refused_in_one_line(
         next_state(state, event)
 
 
-def test_nothing_mends_what_is_broken() -> None:
+def test_a_broken_module_stays_broken() -> None:
     after = {next_state(S.BROKEN, event) for event in (E.GRADIENT, E.BACKWARD_ENDED, E.FAILED)}
     assert after == {S.BROKEN}
 

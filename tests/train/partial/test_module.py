@@ -95,7 +95,7 @@ def test_accumulation_counts_all_samples_and_clipping_sees_the_averaged_gradient
         assert result["same"] and result["steps"] == 2
 
 
-def test_autocast_gives_single_precision_gradients_and_an_overflow_reaches_everybody(runs: Runs) -> None:
+def test_autocast_gives_single_precision_gradients_and_an_overflow_reaches_every_rank(runs: Runs) -> None:
     for result in runs("4: mixed precision"):
         assert result["worst"] <= 1e-5 and result["same"]
         assert result["dtypes"] == ["torch.float32"] and result["overflowed"]

@@ -20,6 +20,7 @@ SCENARIOS: list[Callable[..., Any]] = [
     depth_user_code.interrupted,
     depth_user_code.given_up,
     depth_user_code.awaiting_plan,
+    depth_user_code.released,
 ]
 
 
@@ -48,16 +49,16 @@ def test_a_rank_alone_with_reentrant_checkpointing_says_so_and_the_others_do_not
     assert last["alone"].startswith("step 1: parameter 'b.") and "use_reentrant=False" in last["alone"]
 
 
-def test_gradients_that_somebody_asks_for_besides_are_no_step(runs: dict[str, list[Any]]) -> None:
+def test_gradients_of_something_else_are_not_a_step(runs: dict[str, list[Any]]) -> None:
     for result in runs["other_gradients"]:
         assert result == {"steps": [0, 1, 3], "same": True}
 
 
-def test_what_is_frozen_or_unused_stays_where_it_is(runs: dict[str, list[Any]]) -> None:
+def test_frozen_and_unused_parameters_do_not_move(runs: dict[str, list[Any]]) -> None:
     for result in runs["kept_as_they_were"]:
         assert len(result["moved"]) == 4 and not any(result["moved"].values())
         assert not any(result["gradients"].values())
-        assert result["used"], "one contributor's gradient reaches everybody"
+        assert result["used"], "one contributor's gradient reaches every rank"
         assert result["same"]
         assert result["entries"], "the user's optimiser has no entry that it did not make"
 
@@ -98,6 +99,11 @@ def test_without_a_plan_it_waits_for_the_first_forward_pass_with_gradients(runs:
         ]
         assert (result["evaluated"], result["armed"]) == ("AWAITING_PLAN", "ARMED")
         assert result["after"] == ["IDLE", [1, 2], 1]
+
+
+def test_a_dropped_wrapper_is_freed_and_the_model_works_without_it(runs: dict[str, list[Any]]) -> None:
+    for result in runs["released"]:
+        assert result == {"released": [True, True], "gradient": True}
 
 
 def test_one_rank_is_told_that_it_has_no_noise_to_measure() -> None:

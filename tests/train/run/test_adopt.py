@@ -62,7 +62,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_unchanged_script_runs_under_the_guard_which_says_what_it_does(
+def test_an_unchanged_script_runs_under_the_guard_which_logs_its_decision(
     script: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert train(script, workers=2, spb="guard", epsilon=0.9, args=["7"]) == 0

@@ -51,7 +51,7 @@ class IterationTasks:
         self.ready: list[Task] = []
         """Tasks that no executor has, as far as we know, the longest last."""
         self.assigned: dict[Hashable, AssignedTask] = {}
-        """By executor."""
+        """The task of each executor that has one."""
         self.done: dict[int, Done] = {}
         self.released = 0.0
         self.first = 1

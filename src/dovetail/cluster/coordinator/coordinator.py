@@ -59,7 +59,7 @@ class Coordinator:
         """Jobs with progress that is not in the store yet."""
         self.closing = False
         self.began = time.time()
-        self._chains: dict[str, asyncio.Task[None]] = {}
+        self._chains: dict[str, asyncio.Task[None]] = {}  # by process: the last of the engine's calls
         self.changed = asyncio.Event()
 
     # -- beginning --
@@ -220,6 +220,7 @@ class Coordinator:
     # -- states of a job --
 
     def move(self, job: ActiveJob, state: State, **fields: Any) -> None:
+        """Stores the job's next state, and ends its lease unless the job runs or is still stopping."""
         self.store.move(job.id, state, **fields)
         job.state = state
         if state != "running" and not job.stopping:
@@ -245,6 +246,7 @@ class Coordinator:
         self._do(job.key, self.engine.start(job.key, "aggregator", settings), starts=True)
 
     def end(self, job: ActiveJob, state: State, reason: str) -> None:
+        """Stores the job's last state and forgets the job; an aggregator that has finished may end by itself."""
         at: dict[str, Any] = {"iteration": job.iteration, "loss": finite(job.loss), "checkpoint": job.checkpoint}
         at["slowdown"] = finite(executor_state.slowdown(job, self.executors))
         self.store.move(job.id, state, reason=reason, **at)
@@ -287,7 +289,7 @@ class Coordinator:
     # -- ends of processes --
 
     def exited(self, end: Exit) -> None:
-        """A process has ended."""
+        """Handles the end of a process: strikes for the job that caused it, a new start for executors and gangs."""
         now, role, _, rest = time.monotonic(), *end.key.partition(" ")
         self.kill_at.pop(end.key, None)
         if role == "executor" and int(rest) in self.executors:
@@ -322,6 +324,7 @@ class Coordinator:
             self.strike(job, *strikes.death("its aggregator", end.code))
 
     def sweep(self) -> None:
+        """Removes the shared memory of aggregators that do not run any more."""
         sweep_arenas(self.home.path, alive=[(str(j.id), j.attempt) for j in self.jobs.values() if j.process])
 
     def decide_soon(self) -> None:
@@ -343,4 +346,5 @@ class Coordinator:
 
 
 def finite(loss: float | None) -> float | None:
+    """The number, or None in place of NaN and infinities, which JSON does not have."""
     return loss if loss is not None and math.isfinite(loss) else None

@@ -156,21 +156,22 @@ class Supervisor:
             os.setpgid(pid, pid)
         self.children[message.key] = pid
 
-    def _become(self, message: StartProcess, parent: int) -> None:
-        """In the child: gives up everything of the supervisor but the copy of its memory."""
-        die_with_parent()
+    def _begin_child(self, parent: int, log: str, signum: int = signal.SIGKILL) -> None:
+        """In a child: dies with the supervisor by `signum`; gets its own process group and log, and default signals."""
+        die_with_parent(signum, parent=parent)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
         signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_DFL)
+        for handled in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(handled, signal.SIG_DFL)
+        handle = os.open(self.home.logs / f"{log}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+
+    def _become(self, message: StartProcess, parent: int) -> None:
+        """In the child: gives up everything of the supervisor but the copy of its memory."""
+        self._begin_child(parent, message.key.replace(" ", "-") if message.role == "executor" else "aggregators")
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        name = message.key.replace(" ", "-") if message.role == "executor" else "aggregators"
-        log = os.open(self.home.logs / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash of a job's code is reported, without a core file
         self.selector.close()
         os.closerange(3, 65536)
@@ -183,16 +184,7 @@ class Supervisor:
         pid = os.fork()
         if pid == 0:
             try:
-                die_with_parent(signal.SIGTERM)
-                if os.getppid() != parent:
-                    os._exit(1)
-                os.setpgid(0, 0)
-                signal.set_wakeup_fd(-1)
-                for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    signal.signal(signum, signal.SIG_DFL)
-                log = os.open(self.home.logs / "coordinator.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
+                self._begin_child(parent, "coordinator", signal.SIGTERM)
                 os.set_inheritable(control, True)
                 os.set_inheritable(http, True)
                 os.execve(sys.executable, command, os.environ)

@@ -65,7 +65,7 @@ class CoordinatorLink(threading.Thread):
             fresh, self._fresh = self._fresh, None
         return fresh
 
-    def tell(self, job: str, about: Hashable, message: Message) -> None:
+    def report(self, job: str, about: Hashable, message: Message) -> None:
         """Sends a report to the coordinator, now and on every new connection, until `settled`."""
         with self._lock:
             while len(self._kept) >= _MOST_KEPT:

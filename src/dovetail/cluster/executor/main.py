@@ -51,7 +51,7 @@ Opener = Callable[[GrantLease, Welcome, bool, str], JobRunner]
 Guard = Literal["off", "background", "all"]
 ANSWER = 0.005
 """Seconds to wait for a Claim's answer before looking at other jobs; a later answer still counts."""
-GAP_POLL, HELD_POLL, REST = 0.001, 0.01, 0.5
+GAP_POLL, HELD_POLL, IDLE_POLL = 0.001, 0.01, 0.5
 """Seconds between polls: of a gang's gap file while background tasks are ready; while tasks wait; otherwise."""
 _TRACE = 20_000  # characters of a stack trace that go to the job's log
 
@@ -96,7 +96,7 @@ class Executor:
         tenants.link.start()
         try:
             while not (self.ending or tenants.closing or tenants.refused):
-                tenants.listen(0.0 if again else self._rest())
+                tenants.listen(0.0 if again else self._poll_seconds())
                 if not again:
                     self._woke_at = time.monotonic()
                 again = self._dispatch()
@@ -122,7 +122,7 @@ class Executor:
     def _heartbeat(self) -> Heartbeat:
         now = time.monotonic()
         running, since = self._statistics.running, self._statistics.since
-        promised = [(r.job, r.promise) for r in list(self._tenants.jobs) if r.promise is not None]
+        promised = [(tenant.job, tenant.promise) for tenant in list(self._tenants.jobs) if tenant.promise is not None]
         promised += [(rank.job, rank.promise) for rank in list(self._tenants.ranks.values()) if rank.foreground]
         return Heartbeat(
             running=running,
@@ -136,18 +136,18 @@ class Executor:
 
     # -- tasks --
 
-    def _rest(self) -> float:
+    def _poll_seconds(self) -> float:
         """Seconds to wait for messages while no task can start."""
-        if any(r.ready for r in self._tenants.jobs):
+        if any(tenant.ready for tenant in self._tenants.jobs):
             return GAP_POLL if self._tenants.ranks else HELD_POLL
-        return REST
+        return IDLE_POLL
 
     def _dispatch(self) -> bool:
         """Runs or loads what is to run now. True if it did, so that messages may have come meanwhile."""
         while True:
             now = time.monotonic()
-            residents, guard = self._rivals()
-            chosen = pick(residents, self.device, now, guard)
+            candidates, guard = self._candidates()
+            chosen = pick(candidates, self.device, now, guard)
             if chosen is None:
                 break
             assert isinstance(chosen, Tenant)
@@ -169,17 +169,18 @@ class Executor:
         self._rested_at = now
         self._reserve()
         self._tenants.send()
-        waiting = next((r for r in self._tenants.jobs if r.welcome and r.runner is None and not r.failed), None)
-        if waiting is not None and not self._tenants.ranks:
-            self._open(waiting)
-        return waiting is not None and not self._tenants.ranks
+        unloaded = next((t for t in self._tenants.jobs if t.welcome and t.runner is None and not t.failed), None)
+        if unloaded is None or self._tenants.ranks:
+            return False
+        self._open(unloaded)
+        return True
 
-    def _rivals(self) -> tuple[Sequence[Resident], Guard]:
+    def _candidates(self) -> tuple[Sequence[Resident], Guard]:
         """The jobs that compete for the device: beside a gang's rank only background jobs, and only in its gaps."""
         if not self._tenants.ranks:
             return self._tenants.jobs, self.guard
         guard: Guard = "all" if self.guard == "all" else "background"
-        return [*self._tenants.ranks.values(), *(r for r in self._tenants.jobs if r.background)], guard
+        return [*self._tenants.ranks.values(), *(tenant for tenant in self._tenants.jobs if tenant.background)], guard
 
     def _claim(self, tenant: Tenant) -> bool:
         """Takes the job's longest task. False if another executor has it, or the answer has not come yet."""
@@ -285,7 +286,7 @@ class Executor:
         if reason and tenant.connection is not None and not self._aggregator_ends(tenant):
             tenant.fail()
             about = ("load", tenant.job, tenant.lease.attempt)
-            self._tenants.link.tell(
+            self._tenants.link.report(
                 tenant.job, about, Failed(job=tenant.job, attempt=tenant.lease.attempt, reason=reason)
             )
 

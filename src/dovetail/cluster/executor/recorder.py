@@ -166,19 +166,19 @@ def read(home: str | Path, *, policy: str = "cluster") -> Schedule:
     open_leases: dict[tuple[str, int], LeaseLine] = {}
     for t in tasks:  # of a lease that lasts, or lasted when its executor was killed
         key = t.job, t.device
-        if not any(held.start <= t.start and t.stop <= held.stop for held in covered.get(key, ())):
+        if not any(lease.start <= t.start and t.stop <= lease.stop for lease in covered.get(key, ())):
             start = open_leases[key].start if key in open_leases else t.start
             open_leases[key] = LeaseLine(job=t.job, device=t.device, start=start, stop=t.stop)
-    held_all = [*leases, *open_leases.values()]
-    both: list[TaskLine | LeaseLine] = [*tasks, *held_all]
+    all_leases = [*leases, *open_leases.values()]
+    both: list[TaskLine | LeaseLine] = [*tasks, *all_leases]
     origin = min((x.start for x in both), default=0.0)
     return Schedule(
         policy=policy,
         source="measured",
         devices=1 + max((x.device for x in both), default=0),
         leases=tuple(
-            Lease(job=h.job, devices=(h.device,), start=h.start - origin, stop=h.stop - origin)
-            for h in sorted(held_all, key=lambda h: (h.start, h.device))
+            Lease(job=x.job, devices=(x.device,), start=x.start - origin, stop=x.stop - origin)
+            for x in sorted(all_leases, key=lambda x: (x.start, x.device))
         ),
         tasks=tuple(
             TaskRun(

@@ -58,7 +58,7 @@ class Tenants:
     ) -> None:
         self.home, self.device, self.node = home, device, node
         self.jobs: list[Tenant] = []
-        """In order of priority."""
+        """The jobs with a lease, in order of priority."""
         self.ranks: dict[tuple[str, int], Rank] = {}
         self.last_background = LastBackgroundTask()
         self.refused = ""
@@ -187,7 +187,7 @@ class Tenants:
             except OSError as e:  # a full disk, or a folder that this machine does not see
                 reason = f"device {self.device}: {lease.folder}: {typed_line(e)}"
                 message = Failed(job=lease.job, attempt=lease.attempt, reason=reason)
-                self.link.tell(lease.job, ("log", lease.job, lease.attempt), message)
+                self.link.report(lease.job, ("log", lease.job, lease.attempt), message)
                 return
             self._statistics.returned(lease.job)
             tenant = self._by_id[lease.job] = Tenant(lease, self.device, self.last_background, node=self.node)
@@ -258,7 +258,7 @@ class Tenants:
             rank = Rank(start, self.home, self.device, self.last_background)
         except (OSError, ValueError) as e:
             message = RankEnded(job=start.job, attempt=start.attempt, worker=start.worker, code=127, tail=typed_line(e))
-            self.link.tell(start.job, about, message)
+            self.link.report(start.job, about, message)
             return
         self.ranks[start.job, start.worker] = rank
         self._selector.register(rank.exited, selectors.EVENT_READ, rank)
@@ -270,7 +270,7 @@ class Tenants:
         self._selector.unregister(rank.exited)
         message = rank.end()
         self._recorder.lease(rank.job, rank.since, time.monotonic())
-        self.link.tell(rank.job, ("rank", rank.job, message.attempt, message.worker), message)
+        self.link.report(rank.job, ("rank", rank.job, message.attempt, message.worker), message)
 
     def close(self) -> None:
         """Ends all leases and ranks."""

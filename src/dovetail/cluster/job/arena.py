@@ -68,7 +68,7 @@ class Gradients:
 
 
 class Arena:
-    """Use `create`, `attach` or `apart`."""
+    """A job's tensors and claims. Made by `create`, `attach` or `apart`."""
 
     def __init__(
         self,

@@ -211,9 +211,8 @@ class Samples:
         """The collated samples. Runs the job's code (dataset and collate)."""
         wanted = self.indices(iteration, start, stop)
         if self._collate is None and type(self._data) is TensorDataset:
-            return [
-                tensor[wanted] for tensor in self._data.tensors
-            ]  # the same as collating single samples, but quicker
+            # The same as collating single samples, but quicker.
+            return [tensor[wanted] for tensor in self._data.tensors]
         many: Callable[[Sequence[int]], list[Any]] | None = getattr(self._data, "__getitems__", None)
         samples = many(wanted) if many is not None else [self._data[i] for i in wanted]
         return (self._collate or default_collate)(samples)

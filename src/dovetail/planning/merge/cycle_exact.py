@@ -26,7 +26,7 @@ from dovetail.core.plan import MIB
 
 from . import exact, rules
 from .cycle import Cycle, period
-from .robust import THRESHOLDS_MIB, perturbed
+from .robust import THRESHOLDS_MIB, fewest_buckets, perturbed
 from .stream import IntArray, Stream, bucket_bytes, rows
 
 _ROUNDING = 1e-12
@@ -102,8 +102,7 @@ def robust(
     """
     found = [c for c in candidates(cycle) if period(cycle, c) <= ceiling]
     means = _mean_periods(cycle, found, scenarios=scenarios, seed=seed)
-    within = [i for i in range(len(found)) if means[i] <= means.min() * (1 + tolerance)]
-    return found[min(within, key=lambda i: (len(found[i]), means[i]))]
+    return fewest_buckets(found, means, tolerance)
 
 
 def safest(cycle: Cycle) -> list[int]:

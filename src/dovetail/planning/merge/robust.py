@@ -46,8 +46,13 @@ def robust(
     """
     found = [c for c in candidates(stream, cost) if objective(stream, c, cost) <= ceiling]
     means = _mean_objectives(stream, cost, found, scenarios=scenarios, seed=seed)
-    within = [i for i in range(len(found)) if means[i] <= means.min() * (1 + tolerance)]
-    return found[min(within, key=lambda i: (len(found[i]), means[i]))]
+    return fewest_buckets(found, means, tolerance)
+
+
+def fewest_buckets(partitions: list[list[int]], means: FloatArray, tolerance: float) -> list[int]:
+    """Of the partitions whose mean is within `tolerance` of the best, the one with the fewest buckets."""
+    within = [i for i in range(len(partitions)) if means[i] <= means.min() * (1 + tolerance)]
+    return partitions[min(within, key=lambda i: (len(partitions[i]), means[i]))]
 
 
 def candidates(stream: Stream, cost: Cost) -> list[list[int]]:

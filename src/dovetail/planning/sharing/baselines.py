@@ -32,7 +32,7 @@ def reserve(width: int, free: int, running: Sequence[tuple[float, int]]) -> Rese
     `running` lists every running job as (predicted end, devices). Any free devices will do, so counting is enough.
     """
     assert width > free, "a job that fits needs no reservation"
-    time = float("inf")  # the job can never run: nobody needs to wait for it
+    time = float("inf")  # the job can never run: no job needs to wait for it
     for end, devices in sorted(running):
         if end > time:
             break

@@ -1,4 +1,4 @@
-"""Who goes first: the orders in which jobs are admitted, and in which their ready tasks take an idle device."""
+"""Orders: which job is admitted first, and whose ready task an idle device takes first."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ Precedence = tuple[bool, float, float, int]
 
 
 class Standing:
-    """What a job has had and still wants; it outlives the job's leases. Updated at iteration boundaries."""
+    """A job's progress and attained service, by which orders compare it; outlives its leases. Updated at iteration
+    boundaries."""
 
     __slots__ = ("arrival", "attained", "background", "done", "rounds", "serial", "shape", "slice_end", "total", "turn")
 
     def __init__(self, *, serial: int, arrival: float, total: float, shape: Shape, background: bool = False) -> None:
         self.serial, self.arrival, self.background = serial, arrival, background
         self.total, self.done = total, 0.0  # iterations
-        self.rounds = 0  # iterations run, at whatever width
-        self.attained = 0.0  # device-seconds: of its tasks, or held where a gang holds its devices
+        self.rounds = 0  # iterations that ran, whatever their width
+        self.attained = 0.0  # device-seconds that its tasks took; under gangs, that it held
         self.turn = arrival  # when its last time slice ended
-        self.slice_end = float("-inf")  # of the slice it is in; minus infinity while it waits
+        self.slice_end = float("-inf")  # end of the time slice it is in; minus infinity while it waits
         self.shape = shape
 
 
@@ -34,7 +35,7 @@ def precedence(order: Order, s: Standing, *, thresholds: tuple[float, ...] = (),
     fifo: older first, so that newer jobs only fill gaps. srpt: least remaining device-seconds in tasks; srsf: the same
     in device-seconds that a gang holds, its time off the devices included. las: least attained device-seconds, which
     is fair. cp: longest remaining critical path. queues: attained service in classes, FIFO within a class (Tiresias).
-    turns: whoever's last slice ended longest ago; a slice under way is not cut, one that is over ends now (Gandiva).
+    turns: the job whose last slice ended longest ago; a slice under way is not cut short (Gandiva).
     """
     left = (s.total - s.done) / s.shape.progress  # iterations of its present width
     if order == "fifo":
@@ -57,9 +58,9 @@ def precedence(order: Order, s: Standing, *, thresholds: tuple[float, ...] = (),
 
 
 def classes(service: Iterable[float]) -> tuple[float, float]:
-    """Thresholds of attained service from whole jobs' (device-seconds): the median and the ninth decile.
+    """Thresholds of attained service, in device-seconds: the median and the ninth decile of whole jobs' service.
 
-    Fixed ones would put all jobs of a trace of short ones into the first class, and leave first come first served.
+    Fixed thresholds would put all jobs of a trace of short jobs into the first class, which is first come first served.
     """
     ordered = sorted(service)
     last = len(ordered) - 1

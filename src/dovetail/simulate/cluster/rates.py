@@ -111,14 +111,14 @@ def _measurements(group: SharingGroup, policy: SchedulingPolicy, overheads: Over
     engine, standings, slowest = _staged(group, policy, overheads)
     engine.run(WARM * slowest)
     first = [(s.done, engine.active[i].since) for i, s in enumerate(standings)]
-    played, rounds, least, enough = 0, ROUNDS, LEAST, ENOUGH
+    done_rounds, rounds, least, enough = 0, ROUNDS, LEAST, ENOUGH
     while True:
-        while played < rounds and (played < least or engine.tasks <= enough):
-            played += 1
-            engine.run((WARM + played) * slowest)
+        while done_rounds < rounds and (done_rounds < least or engine.tasks <= enough):
+            done_rounds += 1
+            engine.run((WARM + done_rounds) * slowest)
         rates = [pace(s.done - done, s.shape.progress, engine.active[i].since - since, engine.now - since)
                  for i, (s, (done, since)) in enumerate(zip(standings, first, strict=True))]  # fmt: skip
-        yield Measured(tuple(rates), (WARM + played) * slowest, engine.tasks)
+        yield Measured(tuple(rates), (WARM + done_rounds) * slowest, engine.tasks)
         rounds, least, enough = 2 * rounds, 2 * least, 2 * enough
 
 

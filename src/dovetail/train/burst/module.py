@@ -83,8 +83,8 @@ class Burst:
         self._recorder = SpanRecorder("burst", self._comm.rank, idle=True)
         self._ranks = self._agree(plan)
         with self._together("start"):
-            state.settle(self._comm, self._tensors, self._ranks)
-            self._follow()
+            state.distribute(self._comm, self._tensors, self._ranks)
+            self._apply_plan()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of the model, in the same order on every rank; those of other ranks' layers hold no data."""
@@ -176,9 +176,9 @@ class Burst:
         """
         ranks = self._agree(plan)
         with self._together("replan"):
-            state.resettle(self._comm, self._tensors, self._ranks, ranks, optimizers)
+            state.redistribute(self._comm, self._tensors, self._ranks, ranks, optimizers)
             self._ranks = ranks
-            self._follow()
+            self._apply_plan()
 
     def state_dict(self) -> dict[str, Any]:
         """The plain model's `state_dict` on rank 0 (every rank calls it; the others get an empty one)."""
@@ -226,7 +226,7 @@ class Burst:
                 self.load_state_dict(held["model"])
                 if optimizer is not None:
                     self.load_optimizer_state_dict(optimizer, held["optimizer"])
-                self._follow()
+                self._apply_plan()
         if refused:
             raise Error(refused)
 
@@ -260,7 +260,7 @@ class Burst:
                         raise Error(f"{what}: expected the same on all ranks, but rank {rank} has another")
             return ranks
 
-    def _follow(self) -> None:
+    def _apply_plan(self) -> None:
         """Cuts the model into the parts of the current plan and makes all process groups that they need."""
         sizes = [0] * len(self._layers)
         for entry in self._tensors:
@@ -303,7 +303,7 @@ class Burst:
         shapes = tuple((t.dtype, tuple(t.shape[1:])) for t in given)
         trained = tuple(p.requires_grad for p in self.module.parameters())
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device.type))
-        route.look((shapes, trained, modes))
+        route.select((shapes, trained, modes))
         return route, given, marks
 
     @contextlib.contextmanager

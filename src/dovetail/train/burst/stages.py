@@ -32,12 +32,12 @@ class StagePart:
     outputs: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._together = False
+        self._across_ranks = False
         for layer in self.layers:
             for m in layer.modules():
                 if isinstance(m, (GroupBatchNorm, SampleDropout)):
                     m.context = self.context
-                self._together |= isinstance(m, GroupBatchNorm)
+                self._across_ranks |= isinstance(m, GroupBatchNorm)
                 if getattr(m, "inplace", False):
                     m.inplace = False  # type: ignore[assignment]  # the part before still needs what this part begins with
 
@@ -48,7 +48,7 @@ class StagePart:
 
     def runs(self, rows: int) -> bool:
         """Whether a rank with so many rows runs this part: without rows only if a BatchNorm would wait for it."""
-        return rows > 0 or self._together
+        return rows > 0 or self._across_ranks
 
     def forward(self) -> None:
         """Computes `outputs` from `leaves`; they keep their autograd history."""

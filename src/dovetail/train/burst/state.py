@@ -59,7 +59,7 @@ def layer_tensors(whole: nn.Module, layers: Sequence[nn.Module]) -> list[LayerTe
     return [LayerTensor(name, t, layer_of[id(t)]) for name, t in named if id(t) in layer_of]
 
 
-def settle(comm: Communicator, tensors: Sequence[LayerTensor], ranks: Sequence[Ranks]) -> None:
+def distribute(comm: Communicator, tensors: Sequence[LayerTensor], ranks: Sequence[Ranks]) -> None:
     """At the start: every rank gets the tensors of rank 0 and keeps those of the layers that it runs."""
     everyone = tuple(range(comm.size))
     for entry in tensors:
@@ -69,7 +69,7 @@ def settle(comm: Communicator, tensors: Sequence[LayerTensor], ranks: Sequence[R
             entry.drop()
 
 
-def resettle(
+def redistribute(
     comm: Communicator,
     tensors: Sequence[LayerTensor],
     old: Sequence[Ranks],

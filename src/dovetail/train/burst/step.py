@@ -51,11 +51,11 @@ class Route:
         self.specs: dict[int, list[RowSpec]] = {}
         """By part: the tensors that leave it, as far as this step has shown them."""
 
-    def look(self, key: Hashable) -> None:
+    def select(self, key: Hashable) -> None:
         """Called before a step: what crosses boundaries depends on `key` only, so each key is examined once."""
         self.specs = self._known.setdefault(key, {})
 
-    def settle(self, i: int, outputs: list[Tensor], what: str) -> list[RowSpec]:
+    def leaving(self, i: int, outputs: list[Tensor], what: str) -> list[RowSpec]:
         """The tensors that leave part i. The first time, a rank that has samples there tells all ranks."""
         if i not in self.specs:
             seen = [row_spec(o) for o in outputs]
@@ -95,7 +95,7 @@ def forward(
             recorder.add(part.name, "forward", start)
         if comm.gaps is not None and comm.rank not in parts[min(i + 1, len(parts) - 1)].ranks:
             comm.gaps.begin(("forward", i))
-        specs = route.settle(i, part.outputs, f"step {step}: shapes of {part.name}")
+        specs = route.leaving(i, part.outputs, f"step {step}: shapes of {part.name}")
         values = [o.detach() for o in part.outputs] or [s.empty(0, comm.device) for s in specs]
     return values
 

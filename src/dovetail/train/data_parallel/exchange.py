@@ -62,7 +62,7 @@ class GradientSlot:
     """The gradient in the share was not zeroed: the next one is added to it."""
 
 
-class Exchange:
+class GradientExchange:
     """The buckets of one model on one rank."""
 
     def __init__(
@@ -334,7 +334,7 @@ class Exchange:
                     )
 
 
-def _weakly(held: weakref.ref[Exchange], method: str, index: int) -> Callable[..., None]:
+def _weakly(held: weakref.ref[GradientExchange], method: str, index: int) -> Callable[..., None]:
     # Parameters hold their hooks: hooks that held the exchange would keep the model for ever.
     def call(*_: Any) -> None:
         if (exchange := held()) is not None:

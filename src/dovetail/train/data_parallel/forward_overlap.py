@@ -18,7 +18,7 @@ from dovetail.core.plan import MIB, Plan
 from dovetail.train.integrations import keep
 from dovetail.train.recording import Recording
 
-from .exchange import Exchange
+from .exchange import GradientExchange
 from .forward_tuner import ForwardTuner
 from .module import DistributedDataParallel, check_fit, compiled, plan_to_use
 from .trials import Tuning, TuningReport
@@ -67,7 +67,7 @@ class ForwardOverlap(DistributedDataParallel, overlap="forward"):
         cuts = by_size([_size(named[i][1]) for i in order], _cap(kwargs))
         if isinstance(plan, Plan):
             order, cuts = _stored(plan, named)
-        self.exchange = Exchange(
+        self.exchange = GradientExchange(
             named,
             self.process_group,
             name=type(module).__name__,

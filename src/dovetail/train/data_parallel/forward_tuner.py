@@ -26,7 +26,7 @@ from dovetail.core.plan import Plan
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
 from dovetail.train import agree
 
-from .exchange import Exchange
+from .exchange import GradientExchange
 from .ring import halves
 from .trials import Trial, Tuning, TuningReport, compete, exactly, ready_gaps
 
@@ -56,7 +56,12 @@ class ForwardTuner:
     """Drives one model from its first iteration to the buckets it keeps."""
 
     def __init__(
-        self, exchange: Exchange, optimizer: ShardedOptimizer, group: dist.ProcessGroup, name: str, tuning: Tuning
+        self,
+        exchange: GradientExchange,
+        optimizer: ShardedOptimizer,
+        group: dist.ProcessGroup,
+        name: str,
+        tuning: Tuning,
     ) -> None:
         self._exchange, self._group, self._name, self._tuning = exchange, group, name, tuning
         self._optimizer = weakref.ref(optimizer)

@@ -60,20 +60,19 @@ class DistributedDataParallel(TorchDDP):
     def __new__(cls, *_: Any, overlap: Literal["forward"] | None = None, **__: Any) -> DistributedDataParallel:
         if overlap is None:
             return super().__new__(cls)
-        if overlap not in _overlapping:
+        if not isinstance(overlap, str) or overlap not in _overlapping:
             raise Error(f"overlap: expected 'forward' or None, got {overlap!r}")
         kind = _overlapping[overlap]
         if issubclass(cls, kind):
             return super().__new__(cls)
-        if not issubclass(
-            kind, cls
-        ):  # Python does not initialise an object that is no instance of the class that was called
+        if not issubclass(kind, cls):  # Python would not call __init__ of an object that is no instance of `cls`
             raise Error(
                 f"overlap: expected dovetail.DistributedDataParallel itself, got its subclass {cls.__qualname__}"
             )
         return super().__new__(kind)
 
     def __init_subclass__(cls, overlap: str | None = None, **kwargs: Any) -> None:
+        """`class X(DistributedDataParallel, overlap="…")` is the class that this value of `overlap` makes."""
         super().__init_subclass__(**kwargs)
         if overlap is not None:
             _overlapping[overlap] = cls

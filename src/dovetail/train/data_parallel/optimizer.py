@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from dovetail.core.errors import Error
 
 from . import optimizer_state as states
-from .exchange import Exchange
+from .exchange import GradientExchange
 from .forward_overlap import ForwardOverlap
 from .shard_layout import ShardedBucket
 
@@ -77,7 +77,7 @@ class ShardedOptimizer(Optimizer):
         groups = inner.param_groups
         super().__setstate__({"defaults": inner.defaults, "state": defaultdict(dict), "param_groups": groups})
         self._inner = inner
-        self._exchange: Exchange = model.exchange
+        self._exchange: GradientExchange = model.exchange
         self._group: dist.ProcessGroup = model.process_group
         self._of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
         self._shells: list[Optimizer] = []

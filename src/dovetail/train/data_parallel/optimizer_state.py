@@ -16,7 +16,7 @@ import torch
 from dovetail.core.errors import Error
 
 from . import ring
-from .exchange import Exchange
+from .exchange import GradientExchange
 from .shard_layout import ShardedBucket, in_memory_order, in_shape
 
 State = dict[int, dict[str, Any]]
@@ -28,12 +28,12 @@ TAG = 2**20
 WHAT = "gathering optimiser state from all ranks (each of them must call state_dict() if one does)"
 
 
-def of_pieces(exchange: Exchange, get: Callable[[torch.Tensor], dict[str, Any]]) -> State:
+def of_pieces(exchange: GradientExchange, get: Callable[[torch.Tensor], dict[str, Any]]) -> State:
     """The state that this rank has; `get` gives the state of a piece's values."""
     return {piece.index: get(piece.values) for bucket in exchange.buckets for piece in bucket.pieces}
 
 
-def whole(exchange: Exchange, mine: State) -> State:
+def whole(exchange: GradientExchange, mine: State) -> State:
     """The state of whole parameters, in their shapes, from the pieces of all ranks. All ranks call it together."""
     counts, kinds = _describe(exchange, mine)
     found: State = {index: dict(values) for index, values in counts.items()}
@@ -48,7 +48,7 @@ def whole(exchange: Exchange, mine: State) -> State:
     return found
 
 
-def share_out(exchange: Exchange, state: State, put: Callable[[torch.Tensor, dict[str, Any]], object]) -> None:
+def share_out(exchange: GradientExchange, state: State, put: Callable[[torch.Tensor, dict[str, Any]], object]) -> None:
     """Gives every piece of this rank its part of the state of whole parameters. Needs no other rank."""
     for bucket in exchange.buckets:
         for piece in bucket.pieces:
@@ -73,7 +73,7 @@ def share_out(exchange: Exchange, state: State, put: Callable[[torch.Tensor, dic
             put(piece.values, part)
 
 
-def _describe(exchange: Exchange, mine: State) -> tuple[State, dict[int, dict[str, torch.dtype]]]:
+def _describe(exchange: GradientExchange, mine: State) -> tuple[State, dict[int, dict[str, torch.dtype]]]:
     """(state of whole parameters, names and dtypes of state by element), the same on all ranks."""
     counts: State = {}
     kinds: dict[int, dict[str, torch.dtype]] = {}
@@ -94,7 +94,9 @@ def _describe(exchange: Exchange, mine: State) -> tuple[State, dict[int, dict[st
     return merged_counts, merged_kinds
 
 
-def _gather(exchange: Exchange, bucket: ShardedBucket, key: str, mine: State, dtypes: set[torch.dtype]) -> torch.Tensor:
+def _gather(
+    exchange: GradientExchange, bucket: ShardedBucket, key: str, mine: State, dtypes: set[torch.dtype]
+) -> torch.Tensor:
     """One kind of state of a whole bucket; zero where a parameter has none."""
     assert len(dtypes) == 1, "one kind of state has one dtype"
     out = torch.zeros(bucket.values.numel(), dtype=dtypes.pop(), device=exchange.device)
@@ -108,7 +110,7 @@ def _gather(exchange: Exchange, bucket: ShardedBucket, key: str, mine: State, dt
     return out
 
 
-def _gather_objects(exchange: Exchange, value: Any) -> list[Any]:
+def _gather_objects(exchange: GradientExchange, value: Any) -> list[Any]:
     """One object from each rank, sent as messages about state."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -126,7 +128,7 @@ def _gather_objects(exchange: Exchange, value: Any) -> list[Any]:
     ]
 
 
-def _all_gather_on(exchange: Exchange, out: torch.Tensor) -> torch.Tensor:
+def _all_gather_on(exchange: GradientExchange, out: torch.Tensor) -> torch.Tensor:
     there = out.to(exchange.device)
     share = there.view(exchange.ranks, -1)[exchange.rank]
     exchange.communicate(WHAT, lambda: ring.all_gather(share, there, exchange.group, tag=TAG))

@@ -74,8 +74,11 @@ class Trial:
     baseline: bool
     median: float
     low: float
+    """The tenth percentile."""
     high: float
+    """The ninetieth percentile."""
     steps: int
+    """Iterations that counted."""
     dropped: bool = False
     """It was clearly slower in one round and did not run in the next."""
 
@@ -87,18 +90,19 @@ class Trial:
 
 @dataclass(frozen=True)
 class TuningReport:
-    """How the module came to the buckets it has."""
+    """What was measured, tried and kept; times in seconds."""
 
     state: State
     overlap: Literal["backward", "forward"] = "backward"
     """What communication hides behind; with "forward" it is the backward and the next forward pass."""
     reason: str = ""
-    """Why planning is off."""
+    """The reason why planning is off."""
     steps: int = 0
     """Iterations seen so far."""
     workers: int = 0
     tensors: int = 0
     bytes: int = 0
+    """Gradients of one iteration."""
     forward: float = 0.0
     backward: float = 0.0
     network: Network | None = None

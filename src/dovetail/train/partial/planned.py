@@ -53,7 +53,7 @@ class _ForwardPass:
 
 
 @dataclass
-class _Work:
+class _RankWork:
     """What this rank has done since the last exchange."""
 
     samples: int = 0
@@ -102,7 +102,7 @@ class PlannedBackprop:
         self._metric = OptimiserMetric([leaf.parameter for leaf in self._segments.leaves])
         self._set_buckets(self._segments.leaves)
         self._backward = Backward(self._on_backward_end)
-        self._pass, self._work = _ForwardPass(), _Work()
+        self._pass, self._work = _ForwardPass(), _RankWork()
         self._exchange: _Exchange | None = None
         self._fault = ""
         """The first thing that went wrong in a backward pass; the end of its exchange raises it."""
@@ -113,6 +113,7 @@ class PlannedBackprop:
         self._register_hooks()
 
     def begin_at(self, step: int) -> None:
+        """Sets the step that comes next."""
         self.step = step
         """Synchronised steps so far."""
         self.depths = self._previous = self.schedule.at(step)
@@ -125,7 +126,7 @@ class PlannedBackprop:
         self._use.before_forward()
         self._backward.forget()
         if segments.thrown_away():
-            self._work = _Work()
+            self._work = _RankWork()
         start = time.perf_counter()
         segments.freeze(depth)
         try:
@@ -161,11 +162,11 @@ class PlannedBackprop:
         if before is BackpropState.UNSURE:
             raise self._told(leaf.gradient_inside(), next_step=self.step)
         if self.state not in (BackpropState.EXCHANGING, BackpropState.ACCUMULATING):
-            return  # it is not of a pass of ours
+            return  # no forward pass of this object waits for it
         if self._backward.inside():
             self._note(leaf.gradient_inside())
         if before in (BackpropState.ARMED, BackpropState.LOCAL):
-            # Only now: a forward pass that nobody goes back through does not count.
+            # Only now: a forward pass without a backward pass does not count.
             self._work.samples += self._pass.samples
             self._work.seconds += self._pass.seconds
         if before is BackpropState.ARMED:
@@ -247,14 +248,14 @@ class PlannedBackprop:
         self.depths = self.schedule.at(self.step)
         # By the sample, because workers may have different batches.
         self._seconds_per_sample = self._work.seconds / max(self._work.samples, 1)
-        self._work = _Work()
+        self._work = _RankWork()
 
     def _note(self, fault: str) -> None:
         self._fault = self._fault or fault
 
     def _told(self, fault: str, *, next_step: int) -> Error:
-        """The error of a fault that other ranks may not have. They have this step's gradients: it tells them now, and
-        they learn of it when they begin `next_step`.
+        """The error of a fault that only this rank may have. The others have all gradients of this step; they are told
+        of the failure when they begin `next_step`.
         """
         self._courier.tell_failure(next_step)
         return Error(f"step {self.step}: {self._fault or fault}")

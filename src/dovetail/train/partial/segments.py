@@ -103,7 +103,7 @@ class Segments:
         only cannot tell, and keeps them.
         """
         if not self._held or not all(_dropped(leaf, version) for leaf, version in self._held.items()):
-            return False  # and `_held` stays: nobody need go backward through this pass
+            return False  # `_held` stays: no backward pass may follow
         self._held = {}
         for leaf in self.leaves:
             if leaf.alias:
