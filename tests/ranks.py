@@ -40,7 +40,7 @@ def _main(calls: str) -> None:
     from dovetail.emulate.channel import leave
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     reports = []
     for what, given in json.loads(calls):
         module, name = what.split(":")

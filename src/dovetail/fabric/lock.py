@@ -19,7 +19,7 @@ from dovetail.core.errors import Error
 RUN = Path("/run/dovetail/fabric")
 """Descriptions (NAME.json) and locks (NAME.lock) of the fabrics of this machine."""
 PATIENCE = 30.0
-"""Seconds that a change waits for the one before it, which takes well below one second on a machine that is not busy."""
+"""Seconds that a change waits for the one before it, which takes well below one second on an idle machine."""
 
 
 class FabricLock:

@@ -1,4 +1,4 @@
-"""The joint plan for both phases against every partition there is, judged by playing several iterations through."""
+"""The best plan for both phases against every partition there is, judged by playing several iterations through."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def instances(seed: int, count: int, *, longest: int = 7) -> Iterator[tuple[Prof
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_partition_has_a_shorter_period_than_the_joint_optimum(seed: int) -> None:
+def test_no_partition_has_a_shorter_period_than_the_optimum_of_both_phases(seed: int) -> None:
     for profile, made in instances(seed, 400, longest=6):
         play = Played(profile, made)
         least = min(map(play, oracle.partitions(made.backward)))
@@ -198,7 +198,7 @@ def made_cycles(draw: st.DrawFn, *, longest: int = 6) -> Cycle:
 
 @settings(max_examples=60)
 @given(made_cycles())
-def test_the_joint_optimum_matches_brute_force_and_nothing_is_below_the_bound(made: Cycle) -> None:
+def test_the_optimum_of_both_phases_matches_brute_force_and_nothing_is_below_the_bound(made: Cycle) -> None:
     least = min(period(made, cuts) for cuts in oracle.partitions(made.backward))
     assert period(made, cycle_exact.optimal(made)) == pytest.approx(least, rel=SAME)
     assert lower_bound(made) <= least * (1 + SAME)

@@ -64,7 +64,7 @@ class _RankWork:
 
 
 @dataclass
-class _Exchange:
+class _StepExchange:
     """The exchange of one step, from its first gradient on."""
 
     delivery: Delivery
@@ -103,7 +103,7 @@ class PlannedBackprop:
         self._set_buckets(self._segments.leaves)
         self._backward = Backward(self._on_backward_end)
         self._pass, self._work = _ForwardPass(), _RankWork()
-        self._exchange: _Exchange | None = None
+        self._exchange: _StepExchange | None = None
         self._fault = ""
         """The first thing that went wrong in a backward pass; the end of its exchange raises it."""
         self._seconds_per_sample = 0.0  # of the step before
@@ -209,7 +209,7 @@ class PlannedBackprop:
         delivery = Delivery(report, self.depths, self._segments.count, self._buckets, self._work.leaves)
         delivery.metric = self._metric if measured else None
         delivery.buffers = self._use.moving_buffers
-        self._exchange = _Exchange(delivery, [set(bucket.leaves) for bucket in self._buckets])
+        self._exchange = _StepExchange(delivery, [set(bucket.leaves) for bucket in self._buckets])
         self._courier.begin(delivery)
 
     def _end_exchange(self) -> None:
