@@ -16,7 +16,7 @@ from rich.table import Table
 
 from burst_contest import BurstEntry, BurstOutcome, run
 from common import Check, console, quantiles
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.core.timeline import compare
 from dovetail.emulate.contest import EmulatedCluster
 from dovetail.emulate.shaped_network import available
@@ -118,7 +118,7 @@ def _layer(name: str, operations: float, parameters: float, outputs: float) -> L
     times = []
     for batch in (1, 2, 4, 8, 16, 32):
         both = fixed + PER_FLOP * 3 * operations * batch  # backward does twice the work of forward
-        times.append(LayerTime(batch=batch, forward=_once(both / 3), backward=_once(both * 2 / 3)))
+        times.append(LayerTime(batch=batch, forward=exactly(both / 3), backward=exactly(both * 2 / 3)))
     return Layer(
         name=name,
         type="Conv2d" if name.startswith("conv") else "Linear",
@@ -126,10 +126,6 @@ def _layer(name: str, operations: float, parameters: float, outputs: float) -> L
         activation_bytes=4 * max(1, int(outputs * BYTES)),
         times=tuple(times),
     )
-
-
-def _once(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
 
 
 def emulated_runs(quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Check
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.measure.presets import preset
 from dovetail.planning.burst import rules
 from dovetail.planning.burst.cost import LinkCosts, Links, NetworkLinks, ProfileCost
@@ -131,7 +131,7 @@ def inception(seed: int = 0) -> Profile:
         fixed, per_sample = rng.uniform(40e-6, 200e-6), rng.uniform(5e-6, 120e-6)
         times = tuple(
             LayerTime(
-                batch=b, forward=_once((fixed + per_sample * b) / 3), backward=_once((fixed + per_sample * b) / 1.5)
+                batch=b, forward=exactly((fixed + per_sample * b) / 3), backward=exactly((fixed + per_sample * b) / 1.5)
             )
             for b in (1, 16, 1024)
         )
@@ -148,7 +148,3 @@ def inception(seed: int = 0) -> Profile:
     return Profile(
         name="inception-like", device="none", batch=16, layers=tuple(layers), tensors=(tensor,), edges=tuple(edges)
     )
-
-
-def _once(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)

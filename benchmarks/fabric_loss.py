@@ -22,7 +22,7 @@ Walk = Callable[[int, int, int, int], tuple[int, ...]]
 
 
 def traffic() -> str:
-    """The compiled sender and receiver of a numbered stream (`traffic.c`)."""
+    """The compiled sender and receiver of a numbered stream (`fabric_bpf/traffic.c`)."""
     target = kernel.compiled_programs() / f"traffic-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
     if not target.exists():
         kernel.compile_with_clang(SOURCE, target, "-O2")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dovetail import measure
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.emulate.channel import leave
 from dovetail.emulate.launch import report
 from dovetail.planning.depth import planner
@@ -33,9 +33,6 @@ POLICIES = ("full", "ladder", "balanced")
 
 def made_profile(layer_bytes: int) -> Profile:
     """Eight equal layers, backward twice as long as forward."""
-
-    def exactly(seconds: float) -> Quantiles:
-        return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
 
     times = (LayerTime(batch=BATCH, forward=exactly(BATCH * FORWARD), backward=exactly(BATCH * BACKWARD)),)
     layers = [

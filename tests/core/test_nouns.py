@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 
 from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, Collective, CostSample, Fit, Network, TableCost
-from dovetail.core.profile import Layer, LayerTime, Quantiles
+from dovetail.core.profile import Layer, LayerTime, exactly
 from dovetail.core.timeline import Span, Timeline, compare
 
 from .test_files import NETWORK, PLAN, PROFILE
-
-
-def exactly(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
 
 
 def layer(**times: float) -> Layer:

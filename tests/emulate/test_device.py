@@ -12,14 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.errors import Error
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.emulate.channel import leave, register
 from dovetail.emulate.device import AHEAD, emulated
 from dovetail.emulate.launch import launch, report
-
-
-def exactly(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
 
 
 def profile_of(

@@ -112,7 +112,7 @@ def test_down_finds_what_a_kill_left_half_written_and_nothing_of_strangers(monke
         subprocess.run(["ip", "netns", "add", namespace], check=True)
     try:
         assert name not in emulation.running() and name in emulation.standing()
-        assert all(emulation._NAME.fullmatch(n) for n in emulation.standing())
+        assert all(emulation.VALID_NAME.fullmatch(n) for n in emulation.standing())
         with monkeypatch.context() as someone:
             someone.setattr(os, "geteuid", lambda: 1000)
             with pytest.raises(Error, match="needs root"):
@@ -129,7 +129,7 @@ def test_two_processes_do_not_build_one_fabric() -> None:
     name = f"b{os.getpid()}"
     ring = shapes.ring(3)
     with FabricLock(name).held():
-        emulation._write(Names(name, f"{name}-{os.getppid()}"), ring, {}, "building")
+        emulation.write_description(Names(name, f"{name}-{os.getppid()}"), ring, {}, "building")
     try:
         with pytest.raises(Error, match=rf"is being built by process {os.getppid()}"):
             emulation.up(ring, name=name)

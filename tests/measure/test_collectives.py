@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.network import COLLECTIVES, CostSample, Network
-from dovetail.core.profile import Quantiles
+from dovetail.core.profile import exactly
 from dovetail.measure import network
 from dovetail.measure.collectives import LEAST, WARMUP, fit, round_up, sizes, table
 
@@ -128,7 +128,7 @@ def test_wrong_options_get_one_clear_line() -> None:
 
 
 def sample(nbytes: int, seconds: float) -> CostSample:
-    return CostSample(bytes=nbytes, seconds=Quantiles(median=seconds, low=seconds, high=seconds, samples=1))
+    return CostSample(bytes=nbytes, seconds=exactly(seconds))
 
 
 GRIDS = st.lists(st.integers(1, 2**30), min_size=2, max_size=20, unique=True).map(sorted)

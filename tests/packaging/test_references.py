@@ -34,6 +34,9 @@ ROOM = re.compile(rf"`((?:{ROOMS})(?:\.[a-z_]\w*)+)(?:\([^`]*\))?`")
 """A module or a name in it, written without the package: `planning.merge.exact`."""
 CALL = re.compile(r"^    ([A-Za-z_][\w.]*)\(", re.M)
 """An indented line of a docstring that begins with a call: an example."""
+BACKQUOTED = re.compile(r"`([\w.]+)(?:\([^`]*\))?`")
+FOREIGN = {"DDPStrategy", "ROLE", "prepare_model", "register_parameter"}
+"""Names in backquotes that are not ours and that no code of ours uses."""
 FILES = {"py", "tsx", "json", "toml", "db"}
 """Endings of file names, which look like attributes: `cluster.db`."""
 
@@ -57,8 +60,8 @@ def _sections(page: Path) -> list[str]:
 
 
 def _missing(text: str, *beside: Path) -> list[str]:
-    """Paths in the text that exist neither below the package, the repository or the folders `beside`, nor below a folder
-    of a path that the text has named before."""
+    """Paths in the text that exist neither below the package, the repository or the folders `beside`, nor below a
+    folder of a path that the text has named before."""
     roots, missing = [SOURCE, ROOT, ROOT / "examples", *beside], []
     for path in PATH.findall(text):
         found = next((root / path for root in roots if (root / path).exists()), None)
@@ -119,7 +122,22 @@ def test_every_dotted_name_in_a_docstring_or_comment_exists() -> None:
     assert {_name(p): found for p in [*MODULES, *OTHERS] if (found := _unresolved("\n".join(_prose(p))))} == {}
 
 
-@pytest.mark.parametrize("room", ["core", "measure", "planning"])
+def test_every_name_in_backquotes_of_a_docstring_is_one_of_the_code() -> None:
+    known = {part for p in SOURCE.rglob("*") for part in (p.name, p.stem)} | FOREIGN
+    for path in [*MODULES, *OTHERS]:
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.NAME or (token.type == tokenize.STRING and len(token.string) < 80):
+                    known.update(re.findall(r"\w+", token.string))
+    stale = {
+        _name(path): sorted({name for name in BACKQUOTED.findall(prose) if not {*name.split(".")} - {""} <= known})
+        for path in MODULES
+        if (prose := "\n".join(_prose(path)))
+    }
+    assert {path: names for path, names in stale.items() if names} == {}
+
+
+@pytest.mark.parametrize("room", ["core", "measure", "planning", "simulate", "train", "emulate", "cluster", "view"])
 def test_what_the_examples_in_docstrings_call_exists(room: str) -> None:
     for path in sorted((SOURCE / room).rglob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
@@ -130,13 +148,14 @@ def test_what_the_examples_in_docstrings_call_exists(room: str) -> None:
             if re.search(rf"^    {first}\b.* = ", text, re.M):
                 continue  # made in the example itself
             owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
-            if rest and not hasattr(module, first):  # a module beside this one: rules.by_name(…)
-                owners, called = [importlib.import_module(f"{package}.{first}")], rest
+            if rest:  # of something imported here, or of a module beside this one: rules.by_name(…)
+                beside = vars(module).get(first) or importlib.import_module(f"{package}.{first}")
+                owners, called = [beside], rest
             assert any(hasattr(owner, called) for owner in owners), f"{path}: {called}"
 
 
 def _private(path: Path) -> Iterator[str]:
-    """Private names of other modules of this repository that a module uses. Modules named `_…` are private to a package."""
+    """Private names of other modules of this repository that a module uses; `_moved` is private to the package."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] in OURS):
@@ -144,10 +163,12 @@ def _private(path: Path) -> Iterator[str]:
                 modules.add(alias.asname or alias.name)
                 if alias.name.startswith("_") and alias.name not in ("_moved", "__version__"):
                     yield alias.name
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            if node.value.id.islower() and node.attr.startswith("_") and not node.attr.endswith("__"):
-                yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner, name = node.value.id, node.attr
+            if owner in modules and owner.islower() and name.startswith("_") and not name.endswith("__"):
+                yield f"{owner}.{name}"
 
 
 def test_no_private_name_crosses_a_module() -> None:
-    assert {_name(p): found for p in [*MODULES, *OTHERS] if (found := sorted(set(_private(p))))} == {}
+    found = {_name(p): names for p in [*MODULES, *OTHERS] if (names := set(_private(p)))}
+    assert {path: sorted(names) for path, names in found.items() if names} == {}

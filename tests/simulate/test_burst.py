@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dovetail.core.burst_plan import BurstPlan, BurstPrediction
 from dovetail.core.errors import Error
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.core.sample_layout import SampleLayout, block_layout, busiest, move, moved, next_layout, parts
 from dovetail.core.timeline import Timeline
 from dovetail.planning.burst.cost import Links, ProfileCost, moved_samples
@@ -23,10 +23,6 @@ from dovetail.view.tracks import union
 LINKS = Links(sync_latency=0.5, sync_rate=100.0, move_latency=0.25, move_rate=100.0)
 
 
-def once(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
-
-
 def profile(count: int, *, edges: tuple[tuple[int, int], ...] = (), parameters: int = 10) -> Profile:
     """Layer i: forward 1 + b, backward 2 + 2b seconds; 40·(i+1) bytes of output per sample."""
     layers = tuple(
@@ -35,7 +31,7 @@ def profile(count: int, *, edges: tuple[tuple[int, int], ...] = (), parameters: 
             type="Linear",
             parameter_bytes=parameters,
             activation_bytes=40 * (i + 1),
-            times=tuple(LayerTime(batch=b, forward=once(1 + b), backward=once(2 + 2 * b)) for b in (1, 2, 64)),
+            times=tuple(LayerTime(batch=b, forward=exactly(1 + b), backward=exactly(2 + 2 * b)) for b in (1, 2, 64)),
         )
         for i in range(count)
     )

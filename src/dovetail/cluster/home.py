@@ -47,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     control_host: str = "127.0.0.1"
-    """Where executors and aggregators reach the coordinator; another than loopback only with machines that join."""
+    """Address at which executors and aggregators reach the coordinator; not loopback only if machines can join."""
     token_file: str = ""
     prepare: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
     """Jobs, at most, whose aggregators are loaded while they wait for devices."""
@@ -61,9 +61,9 @@ class Address:
     port: int
     control: tuple[str, int]
     supervisor: int
-    """Its process id."""
+    """Process id of the supervisor."""
     coordinator: int
-    """Its process id."""
+    """Process id of the coordinator."""
     engine: str = "local"
     token_file: str = ""
 

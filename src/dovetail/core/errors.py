@@ -1,4 +1,4 @@
-"""What dovetail tells people when something is wrong: one sentence, no stack trace."""
+"""Errors for users: one sentence, no stack trace."""
 
 from __future__ import annotations
 

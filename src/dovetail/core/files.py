@@ -104,7 +104,7 @@ def decode(text: str, noun: type[N], path: str | Path = "<text>") -> N:
 def _upgraded(data: dict[str, Any], version: Any, noun: type[Noun], path: str | Path) -> dict[str, Any]:
     """The fields of a stored noun in their present version; an InputError that says what to do where there is no way.
 
-    ValueErrors of an upgrade ("field: what was expected") are told like those of `Noun.check`.
+    ValueErrors of an upgrade ("field: what was expected") are reported like those of `Noun.check`.
     """
     if not isinstance(version, int) or isinstance(version, bool):
         got = "missing" if version is None else f"got {version!r}"

@@ -56,7 +56,7 @@ class Job(Noun, frozen=True, kw_only=True):
     persistent_bytes: Bytes = 0
     """Weights and what else stays on each device of the job between its tasks."""
     ephemeral_bytes: Bytes = 0
-    """What a task of full depth needs on top while it runs."""
+    """Bytes that a task of full depth needs in addition while it runs."""
     background: bool = False
     """True for a job that only fills gaps: every other job has priority over it."""
     tenant: str = ""
@@ -211,7 +211,7 @@ class TaskRun(Record, frozen=True, kw_only=True):
 
 
 class Schedule(Noun, frozen=True, kw_only=True):
-    """Who held which devices when; task by task where that was recorded."""
+    """Which job had which devices when; task by task where that was recorded."""
 
     kind: ClassVar[str] = "schedule"
 

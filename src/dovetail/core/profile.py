@@ -27,6 +27,11 @@ class Quantiles(Record, frozen=True, kw_only=True):
         )
 
 
+def exactly(seconds: float) -> Quantiles:
+    """A time without spread: predicted, or measured once."""
+    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
+
+
 class LayerTime(Record, frozen=True, kw_only=True):
     """A layer's time at one local batch size, in seconds."""
 

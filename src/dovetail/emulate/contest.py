@@ -72,7 +72,7 @@ class ContestOutcome(files.Record, frozen=True, kw_only=True):
     """A whole contest."""
 
     network: Network
-    """As measured among the ranks before the contest."""
+    """The network as it was measured among the ranks before the contest."""
     entries: tuple[ContestEntry, ...]
     kept: Plan | None
     """dovetail's plan; None where it kept torch's own buckets."""
@@ -96,7 +96,7 @@ class EmulatedCluster:
     latency: float | None = None
     """Seconds that every all-reduce waits in addition, on an in-order channel; None for gloo as it is."""
     burst: str = "256kb"
-    """What a link may send at once after a pause (tbf's burst)."""
+    """Bytes that a link may send at once after a pause (tbf's burst)."""
     in_flight: int | None = None
     """Most bytes of a connection that are sent and not acknowledged; None for the system's own limit."""
 

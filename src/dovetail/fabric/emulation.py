@@ -32,8 +32,8 @@ from .wiring import Names
 
 CARRIER = 2.0
 """Seconds within which a healed link has its carrier; the kernel reports it with a delay."""
-_NAME = re.compile("[a-z0-9]{1,16}")
-_NAMESPACE = re.compile(rf"{netns.PREFIX}({_NAME.pattern})-[0-9]+-[sh][0-9]+")
+VALID_NAME = re.compile("[a-z0-9]{1,16}")
+_NAMESPACE = re.compile(rf"{netns.PREFIX}({VALID_NAME.pattern})-[0-9]+-[sh][0-9]+")
 
 
 class Fabric:
@@ -109,7 +109,7 @@ class Fabric:
             if (_read(self.name) or {}).get("run") != self.names.run:
                 raise Error(f"fabric {self.name!r} has been removed")
             generation = self.plane.install(self.topology, policies)
-            _write(self.names, self.topology, document, "up")
+            write_description(self.names, self.topology, document, "up")
         self.policies, self.document = policies, document
         return generation
 
@@ -142,7 +142,7 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
                     f"fabric {name!r} is being built by process {builder}; `dovetail fabric down --name {name}` ends it"
                 )
             _remove(name)  # what an interrupted `up` left behind
-        _write(names, topology, document, "building")
+        write_description(names, topology, document, "building")
     try:
         plane = DataPlane.load(structs.size_for(topology), hook=wanted, lock=lock)
         try:
@@ -153,7 +153,7 @@ def up(topology: Topology, document: dict[str, Any] | None = None, *, name: str 
             with lock.held():
                 if (_read(name) or {}).get("run") != names.run:
                     raise Error(f"fabric {name!r} was removed while it was being built")
-                _write(names, topology, document, "up")
+                write_description(names, topology, document, "up")
         except BaseException:
             plane.close()
             raise
@@ -212,7 +212,7 @@ def _find(name: str, lock: FabricLock) -> Fabric:
 
 def running() -> list[str]:
     """Fabrics that are up or being built."""
-    return sorted(p.stem for p in RUN.glob("*.json") if _NAME.fullmatch(p.stem)) if RUN.exists() else []
+    return sorted(p.stem for p in RUN.glob("*.json") if VALID_NAME.fullmatch(p.stem)) if RUN.exists() else []
 
 
 def standing() -> list[str]:
@@ -221,7 +221,7 @@ def standing() -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
+    if not VALID_NAME.fullmatch(name):
         raise Error(f"fabric name: expected up to 16 of a-z and 0-9, got {name!r}")
 
 
@@ -263,7 +263,7 @@ def temporary(
         down(made.name)
 
 
-def _write(names: Names, topology: Topology, document: dict[str, Any], state: str) -> None:
+def write_description(names: Names, topology: Topology, document: dict[str, Any], state: str) -> None:
     """Writes what was asked for, and whether it is "building" or "up"; the caller holds the fabric's lock."""
     shown = {
         "name": topology.name, "switches": topology.switches, "mtu": topology.mtu, "source": topology.source,

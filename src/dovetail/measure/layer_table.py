@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import InputError
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 
 COLUMNS = ("file", "batch", "pos", "layer", "params_json", "input_dim", "total_us", "fw_us")
 _JOINS = ("ReLU2d", "ReLU1d", "flatten")
@@ -75,11 +75,7 @@ def _time(batch: int, rows: list[dict[str, str]]) -> LayerTime:
     """Backward is the total less forward: the published parts are rounded down, each."""
     total = sum(float(r["total_us"]) for r in rows) * 1e-6
     forward = min(total, sum(float(r["fw_us"]) for r in rows) * 1e-6)
-    return LayerTime(batch=batch, forward=_once(forward), backward=_once(total - forward))
-
-
-def _once(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
+    return LayerTime(batch=batch, forward=exactly(forward), backward=exactly(total - forward))
 
 
 def _elements(text: str) -> int:

@@ -65,7 +65,7 @@ def _change(found: AutoPlan, score: Score, before: Candidate | None) -> str:
 
 
 def _value(found: AutoPlan, score: Score) -> float:
-    """What the objective counts."""
+    """Value of the objective."""
     if found.question.objective == "time":
         return score.iteration
     return score.device_time if found.question.objective == "device-time" else throughput(found.question, score)
@@ -172,38 +172,38 @@ def _local(c: Candidate) -> str:
 
 
 def _against(found: AutoPlan, chosen: Candidate, base: Candidate) -> str:
-    told = f"torch's DDP on {units.count(base.devices, 'device')} is predicted at "
-    told += f"{units.seconds(base.score.iteration)} and {units.seconds(base.score.device_time)}"
-    told += "" if found.search.fits else ", and its memory is not enough"
+    sentence = f"torch's DDP on {units.count(base.devices, 'device')} is predicted at "
+    sentence += f"{units.seconds(base.score.iteration)} and {units.seconds(base.score.device_time)}"
+    sentence += "" if found.search.fits else ", and its memory is not enough"
     if chosen is base:
         return "That is torch's own: nothing to change."
     now, then = _value(found, chosen.score), _value(found, base.score)
     better = then / now - 1 if found.question.objective != "throughput" and now else now / (then or 1.0) - 1
     if better < TIE:
-        return f"{told}: a tie, expect no gain from anything else."
+        return f"{sentence}: a tie, expect no gain from anything else."
     word = {"time": "as fast", "device-time": "as cheap", "throughput": "as much useful work"}
-    return f"{told}: this is {1 + better:.2f} times {word[found.question.objective]}."
+    return f"{sentence}: this is {1 + better:.2f} times {word[found.question.objective]}."
 
 
 def _sure(found: AutoPlan) -> str:
     planned, none = len(found.scored), sum(d.reason == "none" for d in found.dropped)
-    told = f"{units.count(found.considered, 'combination')}: {planned} planned and simulated, "
-    told += f"{len(found.dropped) - none} dropped by lower bounds"
-    told += f", {none} without a better plan. " if none else ". "
+    sentence = f"{units.count(found.considered, 'combination')}: {planned} planned and simulated, "
+    sentence += f"{len(found.dropped) - none} dropped by lower bounds"
+    sentence += f", {none} without a better plan. " if none else ". "
     if found.gap < 1e-6:
-        told += "None of them can be better."
+        sentence += "None of them can be better."
         seen = {c.technique for c in found.search.combinations}
         missing = [name for name in ("merging", "overlap", "burst") if name not in seen and found.question.devices > 1]
         names = ", ".join(NAMES[name].partition(":")[0] for name in missing)
-        return told + (f" Not among them: {names}." if missing else "")
-    return told + (
+        return sentence + (f" Not among them: {names}." if missing else "")
+    return sentence + (
         f"Burst plans whose gradients hide behind backward are not searched exactly: by their bound one might be up to "
         f"{units.percent(found.gap)} better."
     )
 
 
 def _doubts(found: AutoPlan) -> list[str]:
-    """Where the plan rests on local batches that were not measured."""
+    """A warning if the plan rests on local batches that were not measured."""
     measured = sorted({t.batch for layer in found.question.profile.layers for t in layer.times})
     plan = found.chosen.plan
     if isinstance(plan, BurstPlan):
@@ -264,12 +264,12 @@ def _finite(number: float) -> float | None:
 
 
 def _quoted(text: str) -> str:
-    """As a string of Python, in the quotes that code around it has."""
+    """The text as a Python string in double quotes, as in the code around it."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def as_data(found: AutoPlan) -> dict[str, Any]:
-    """The same for programs."""
+    """The result as JSON has it (`--json`)."""
     q = found.question
     return {
         "objective": q.objective,

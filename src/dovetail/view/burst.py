@@ -31,7 +31,7 @@ NOTHING = 0.02
 MOST_CELLS = 1500
 """Layers times choices up to which plans with hidden gradients are looked for too."""
 WORTH = 0.1
-"""Of the speed, or of the devices, from which on a gain is worth another way of training."""
+"""Share of the speed, or of the devices, that must be gained to be worth another way of training."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def sentences(found: BurstStudy) -> list[str]:
 
 
 def _behind_backward(planner: BurstPlanner, dp: BurstPlan) -> list[str]:
-    """What is left of it where gradients travel behind backward; left out where that takes long to find out."""
+    """The gain that is left where backward hides gradients; no line where that would take long to plan."""
     if len(planner.choices) * len(planner.profile.layers) > MOST_CELLS:
         return []
     same, best = overlapped(planner, dp).prediction, fastest_overlapped(planner).prediction
@@ -195,7 +195,7 @@ def freed_devices(
 
 
 def _doubts(planner: BurstPlanner, plan: BurstPlan) -> list[str]:
-    """Where the plan rests on local batches that were not measured."""
+    """A warning if the plan rests on local batches that were not measured."""
     measured = sorted({t.batch for layer in planner.profile.layers for t in layer.times})
     needed = sorted({-(-plan.batch // g) for g in plan.counts} | {plan.batch})
     if len(measured) == 1:

@@ -70,10 +70,10 @@ def _same(chosen: Plan, compared: Sequence[Plan]) -> str:
 
 def _against(chosen: Plan, base: Plan) -> str:
     ratio = base.prediction.iteration / chosen.prediction.iteration if chosen.prediction.iteration else 1.0
-    told = f"torch's default ({units.count(len(base.buckets), 'bucket')}) is predicted at "
-    told += units.seconds(base.prediction.iteration)
+    sentence = f"torch's default ({units.count(len(base.buckets), 'bucket')}) is predicted at "
+    sentence += units.seconds(base.prediction.iteration)
     if abs(ratio - 1) < TIE:
-        return f"{told}: a tie, expect no gain."
+        return f"{sentence}: a tie, expect no gain."
     if ratio < 1:
-        return f"{told}: it is {1 / ratio:.2f} times as fast as this plan, so use it instead."
-    return f"{told}: this plan is {ratio:.2f} times as fast."
+        return f"{sentence}: it is {1 / ratio:.2f} times as fast as this plan, so use it instead."
+    return f"{sentence}: this plan is {ratio:.2f} times as fast."

@@ -14,7 +14,7 @@ class Look(NamedTuple):
     sign: str
     ascii: str
     short: str
-    """For a legend in 80 columns."""
+    """A label short enough for a legend in 80 columns."""
     label: str
 
 
@@ -35,5 +35,5 @@ SERIES: tuple[str, ...] = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
     *("#8c564b", "#7f7f7f", "#000000", "#999933", "#882255", "#44aa99"),
 )
-"""For lines that stand for policies; told apart by MARKERS too."""
+"""Colours of lines, one policy each; MARKERS distinguish them too."""
 MARKERS = "osD^vPX*<>hd"

@@ -214,7 +214,7 @@ def _layer_cells(layers: Sequence[Layer], batch: int, total: float) -> list[str]
 
 
 def _spread(samples: Sequence[CostSample], most: int) -> list[CostSample]:
-    """At most so many, evenly spaced, the first and the last among them."""
+    """At most `most` samples, evenly spaced, the first and the last among them."""
     if len(samples) <= most:
         return list(samples)
     return [samples[round(i * (len(samples) - 1) / (most - 1))] for i in range(most)]

@@ -283,8 +283,8 @@ class Stage:
 
     def _serves(self, device: int, job: int) -> bool:
         actor = self.engine.actors.get(f"executor {device}")
-        grant = actor.leases.get(str(job)) if isinstance(actor, Executor) and hasattr(actor, "leases") else None
-        return grant is not None and grant.attempt == self.live(job).attempt
+        lease = actor.leases.get(str(job)) if isinstance(actor, Executor) and hasattr(actor, "leases") else None
+        return lease is not None and lease.attempt == self.live(job).attempt
 
 
 @contextlib.contextmanager

@@ -7,14 +7,14 @@ import random
 from collections.abc import Iterator
 
 from dovetail.core.network import COLLECTIVES, Collective, Fit, Network
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.planning.auto.options import AnyPlan, Question, shared_out
 from dovetail.planning.auto.search import Score, throughput
 from dovetail.planning.burst.cost import NetworkLinks, ProfileCost
 from dovetail.planning.burst.planner import BurstPlanner
 from dovetail.planning.depth import planner as depths
 from dovetail.planning.merge.planner import MergeSetting, OverlapSetting
-from tests.planning.merge.oracle import exactly, partitions
+from tests.planning.merge.oracle import partitions
 
 
 def network(latency: float, seconds_per_byte: float, *, ranks: int = 4) -> Network:

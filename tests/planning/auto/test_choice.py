@@ -11,13 +11,13 @@ from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.measure.presets import preset
 from dovetail.planning.auto.options import Question
 from dovetail.planning.auto.search import AutoPlan, Candidate
 from dovetail.simulate.auto import choose
 from dovetail.view.auto import sentences
-from tests.planning.merge.oracle import exactly, made_network, made_profile
+from tests.planning.merge.oracle import made_network, made_profile
 
 from .auto_oracle import network, profile
 

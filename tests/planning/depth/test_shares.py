@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.errors import Error
-from dovetail.core.profile import Layer, LayerTime
+from dovetail.core.profile import Layer, LayerTime, exactly
 from dovetail.planning.depth import shares
 from dovetail.planning.depth.planner import plan
 from dovetail.planning.depth.shares import Seconds, assign, balance, deepen
-from tests.planning.merge.oracle import exactly, made_network, made_profile
+from tests.planning.merge.oracle import made_network, made_profile
 
 
 @given(

@@ -22,7 +22,7 @@ def test_a_worker_is_slow_after_patience_and_healthy_again_after_patience() -> N
     assert pace.update(seconds(1.4, (1, 2, 4, 1)), (1, 2, 4, 1)) == [], "better, but not well"
     for _ in range(2):
         assert pace.update(seconds(1.0, (1, 2, 4, 1)), (1, 2, 4, 1)) == []
-    assert pace.update(seconds(1.0, (1, 2, 4, 1)), (1, 2, 4, 1)) == ["worker 3 is well again: any depth"]
+    assert pace.update(seconds(1.0, (1, 2, 4, 1)), (1, 2, 4, 1)) == ["worker 3 keeps up again: any depth"]
     assert pace.limits == (4, 4, 4, 4)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dovetail.core.network import AffineCost, Collective, Cost, Fit, FloatArray, Network, TableCost
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.planning.merge.stream import Stream
 
 
@@ -89,10 +89,6 @@ def instances(seed: int, count: int, *, longest: int = 8) -> Iterator[tuple[Stre
     for _ in range(count):
         stream = random_stream(rng, rng.randint(1, longest))
         yield stream, random_cost(rng, sum(stream.sizes))
-
-
-def exactly(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
 
 
 def made_profile(

@@ -221,8 +221,8 @@ def test_dropping_labels_by_the_limit_changes_nothing_on_long_streams() -> None:
         profile = random_profile(rng, n)
         for cost in (AffineCost(1.0, 0.5), TableCost((1.0, 40.0, 90.0), (1.0, 3.0, 30.0))):
             made = cycle(profile, cost, AffineCost(0.7, 0.4), update=rng.choice([None, AffineCost(0.0, 0.1)]))
-            everything = cycle_exact._CompletionBounds.of(made, float("inf"))
-            slow = cycle_exact._walk(made, [cycle_exact._layer(made, everything, None)], 0)
+            everything = cycle_exact.CompletionBounds.of(made, float("inf"))
+            slow = cycle_exact.walk(made, [cycle_exact.extended(made, everything, None)], 0)
             assert period(made, cycle_exact.optimal(made)) == pytest.approx(period(made, slow), rel=SAME)
 
 

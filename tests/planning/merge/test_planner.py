@@ -10,12 +10,12 @@ from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.network import Collective, CostSample, Fit, Network
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Profile
+from dovetail.core.profile import Profile, exactly
 from dovetail.planning import candidates, compare, plan
 from dovetail.planning.merge import stream as streams
 from dovetail.planning.merge.policies import COMPARED
 
-from .oracle import exactly, made_network, made_profile
+from .oracle import made_network, made_profile
 
 
 def model(seed: int = 0, n: int = 80) -> Profile:

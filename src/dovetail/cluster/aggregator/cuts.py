@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dovetail.cluster.job.division import Division, even
-from dovetail.cluster.job.objects import JobError, Samples, blaming, mixed, seed_everything
+from dovetail.cluster.job.objects import JobError, Samples, job_errors, mixed, seed_everything
 from dovetail.cluster.job.spec import TrainingJob
 from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error
@@ -47,7 +47,7 @@ def divide(job: TrainingJob, model: nn.Module, samples: Samples) -> Division:
         if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
             raise JobError(f"spb: {name or type(model).__name__}: compiled modules run no hooks and cannot be cut")
     run = _trial(job, model, samples, batches[0])
-    with untouched(model, torch.device("cpu")), blaming("the first samples"):
+    with untouched(model, torch.device("cpu")), job_errors("the first samples"):
         profile = counted(model, run, batches[0])
     fits = job.profile is not None and _fits(job.profile, model)
     plan, shares = _plan(job, job.profile if fits and job.profile is not None else profile, fits=fits)
@@ -99,7 +99,7 @@ def _timed(division: Division, law: Law | None) -> Division:
 
 
 def _trial(job: TrainingJob, model: nn.Module, samples: Samples, count: int) -> Callable[[], torch.Tensor]:
-    with blaming("the first samples"):
+    with job_errors("the first samples"):
         batch: Any = samples.batch(0, 0, count)
 
     def run() -> torch.Tensor:
@@ -153,11 +153,11 @@ def _try_every_depth(model: nn.Module, plan: DepthPlan, run: Callable[[], torch.
         segments = Segments(model, plan)
     except Error as e:
         raise JobError(f"spb: {e}") from None
-    with blaming("the first samples"):
+    with job_errors("the first samples"):
         full = _leaves_with_gradients(segments, segments.count, run)
     for deep in range(1, segments.count):
         first = plan.layers[plan.segments[segments.count - deep].start]
-        with blaming(f"spb: the model cannot be cut before layer {first!r}"):
+        with job_errors(f"spb: the model cannot be cut before layer {first!r}"):
             some = _leaves_with_gradients(segments, deep, run)
         wanted = {leaf.name for leaf in segments.contributed(deep)} & full
         if lost := sorted(wanted - some):

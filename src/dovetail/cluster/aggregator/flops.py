@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.measure.passes import ModelLayers, find_layers, tensors_in
 
 OPERATIONS = 5e10
@@ -102,7 +102,7 @@ def _profile(model: nn.Module, layers: ModelLayers, counter: _Counter, samples: 
                 type=type(module).__name__,
                 parameter_bytes=sum(p.nbytes for p in module.parameters(recurse=False)),
                 activation_bytes=counter.outputs.get(name, 0) // samples,
-                times=(LayerTime(batch=samples, forward=_exactly(s), backward=_exactly(BACKWARD * s)),),
+                times=(LayerTime(batch=samples, forward=exactly(s), backward=exactly(BACKWARD * s)),),
             )
             for (name, module), s in zip(layers.modules.items(), spent, strict=True)
         ),
@@ -117,7 +117,3 @@ def _profile(model: nn.Module, layers: ModelLayers, counter: _Counter, samples: 
             for name, parameter, layer in sorted(trained, key=lambda entry: -entry[2])
         ),
     )
-
-
-def _exactly(seconds: float) -> Quantiles:
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)

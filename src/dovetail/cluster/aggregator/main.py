@@ -1,6 +1,6 @@
 """The aggregator of one job: owns parameters and optimiser, offers tasks, updates at the barrier, writes checkpoints.
 
-It says Hello, loads the job file, resumes from the newest checkpoint if there is one, and releases an iteration.
+It sends Hello, loads the job file, resumes from the newest checkpoint if there is one, and releases an iteration.
 Executors take its tasks, the longest first. When all have ended it averages the gradients in the order of the workers,
 runs the optimiser, and releases the next iteration. The coordinator may restart meanwhile. The aggregator ends when all
 iterations are done, when it is told to stop, or when the job cannot go on; only checkpoints, losses and log remain.

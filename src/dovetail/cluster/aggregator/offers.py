@@ -138,7 +138,7 @@ class IterationTasks:
         return Offered(iteration=self.number, tasks=tuple(self.ready), width=len(self.depths))
 
     def release(self, now: float) -> None:
-        """Its tasks may start; those that are taken start now."""
+        """Releases the iteration: its tasks may start, and those that are taken start now."""
         self.released = now
 
     def release_message(self) -> Released:

@@ -24,7 +24,7 @@ Handler = Callable[[], None]
 
 
 class Reporter:
-    """Its socket is in the aggregator's select loop, with a function to call as its data."""
+    """The connection. Its socket is in the aggregator's selector, with the function to call as data."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Reporter:
                 self._drop()
 
     def tick(self, now: float) -> None:
-        """To be called often: begins and gives up connecting."""
+        """Called often: starts a connection, or gives up one that takes too long."""
         if self._connecting is not None and now > self._deadline:
             self._give_up()
         if self._connection is None and self._connecting is None and now >= self.next_try:

@@ -21,7 +21,7 @@ from dovetail.cluster.job.objects import (
     JobError,
     LearningRateSchedule,
     Samples,
-    blaming,
+    job_errors,
     make_model,
     make_optimizer,
     mixed,
@@ -96,9 +96,9 @@ class Training:
                 flat.copy_(self.arena.next_buffers[dtype])
         loss = sum(one.loss for one in ordered) / sum(samples)
         seed_everything(mixed(self.job.seed, 2, self.iteration, AGGREGATOR))
-        with blaming(f"iteration {self.iteration}: optimizer"):
+        with job_errors(f"iteration {self.iteration}: optimizer"):
             self._optimizer.step()
-        with blaming(f"iteration {self.iteration}: scheduler"):
+        with job_errors(f"iteration {self.iteration}: scheduler"):
             self._scheduler.step(loss)
         self.iteration += 1
         return loss
@@ -133,7 +133,7 @@ class Training:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.iteration = int(state["iteration"])
-        with blaming(f"checkpoint of iteration {self.iteration}"):
+        with job_errors(f"checkpoint of iteration {self.iteration}"):
             self.model.load_state_dict(state["model"])
             buffers = dict(self.model.named_buffers())
             with torch.no_grad():

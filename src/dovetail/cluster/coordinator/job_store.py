@@ -20,7 +20,7 @@ from dovetail.cluster.job.submission import Kind, Options, Share, Submission
 from dovetail.core.errors import Error
 
 VERSION = 1
-"""Of the schema."""
+"""Version of the schema."""
 State = Literal["queued", "preparing", "running", "paused", "finished", "failed", "cancelled"]
 STATES: tuple[State, ...] = get_args(State)
 ENDED: frozenset[State] = frozenset(("finished", "failed", "cancelled"))
@@ -80,7 +80,7 @@ class StoredJob(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     checkpoint: int
     slowdown: float | None
-    """Of a job that has ended: its slow-down when it last ran; None where unknown."""
+    """Slow-down of a job that has ended, when it last ran; None where unknown."""
     described: str
     """JSON of the last `messages.Described`; empty before the first."""
     strikes: str

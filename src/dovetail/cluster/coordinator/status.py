@@ -231,13 +231,13 @@ def _devices(found: Collection[int]) -> str:
 
 
 class Ongoing(NamedTuple):
-    """What occupies a device now: a task that has not ended, or a gang's lease. In seconds of time.time()."""
+    """What occupies a device now: a task that has not ended, or a gang's lease. Times are seconds of time.time()."""
 
     job: int
     device: int
     start: float
     stop: float
-    """Up to when it is known to have gone on."""
+    """The last time at which it is known to have run."""
     gang: bool = False
 
 
@@ -246,9 +246,9 @@ class Snapshot:
     """The coordinator's state at one moment."""
 
     status: Mapping[str, Any]
-    """As of `status`, with at most MOST_JOBS jobs."""
+    """What `status` returns, with at most MOST_JOBS jobs."""
     reasons: Mapping[int, Sequence[str]]
-    """By job, as of `reasons`."""
+    """What `reasons` returns, by job."""
     ongoing: Sequence[Ongoing] = ()
 
 

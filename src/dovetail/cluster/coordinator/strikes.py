@@ -34,9 +34,9 @@ class StrikeRecord(msgspec.Struct, frozen=True):
     """A job's strikes."""
 
     strikes: tuple[Strike, ...] = ()
-    """Those that count."""
+    """Strikes that count now."""
     tries: int = 0
-    """All since the last checkpoint."""
+    """Number of all strikes since the last checkpoint."""
 
     @property
     def weight(self) -> float:

@@ -1,6 +1,6 @@
 """An executor's connection to the coordinator, kept by a thread of its own.
 
-The thread connects, says Hello, and sends a heartbeat twice a second, so that a stuck task cannot silence it. When the
+The thread connects, sends Hello, then a heartbeat twice a second, so that a stuck task cannot silence it. When the
 coordinator is lost it reconnects, with growing pauses. The executor's main thread only reads: it is woken when there is
 a new connection. Reports that the coordinator must get (a rank has ended, a job cannot be loaded) are kept until the
 lease is revoked and sent again on every new connection, since a coordinator that died may not have stored them.

@@ -23,7 +23,7 @@ from torch import nn
 
 from dovetail.cluster.job import objects, spec, tensor_channel
 from dovetail.cluster.job.arena import Arena
-from dovetail.cluster.job.objects import JobError, Samples, blaming, mixed, own_defaults, seed_everything
+from dovetail.cluster.job.objects import JobError, Samples, job_errors, mixed, own_defaults, seed_everything
 from dovetail.cluster.job.spec import TrainingJob
 from dovetail.cluster.job.submission import stored_options
 from dovetail.cluster.job.tensor_channel import Channel
@@ -160,7 +160,7 @@ class TaskRunner:
         if self._emulated:
             time.sleep(seconds * compute_start(task.worker))
         try:
-            with own_defaults(self._dtype), blaming():
+            with own_defaults(self._dtype), job_errors():
                 loss = self._compute(task)
             self._hand_over(task)
         finally:

@@ -195,7 +195,7 @@ def read(home: str | Path, *, policy: str = "cluster") -> Schedule:
 
 
 def timeline(home: str | Path, *, name: str = "cluster") -> Timeline:
-    """The same as a timeline; it says whether any device was emulated."""
+    """The recorded schedule as a timeline, which is marked as emulated if any device was."""
     emulated = _read(home)[2]
     return msgspec.structs.replace(read(home, policy=name).timeline(), emulated=emulated)
 

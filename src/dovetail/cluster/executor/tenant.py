@@ -2,7 +2,7 @@
 
 It is a `planning.sharing.dispatch.Resident`, so that `pick` decides for live jobs as it does in the simulator. Offered
 brings an iteration's tasks and Released lets them start; Taken, and the tasks that we take ourselves, make them fewer;
-Barrier says when the next ones will come. Unlike in the simulator the aggregator may be lost, its clock may be another
+Barrier announces the next ones. Unlike in the simulator the aggregator may be lost, its clock may be another
 machine's, predictions may be missing or late, a task may be taken before we hear of it, and answers take time.
 """
 
@@ -63,7 +63,7 @@ class Offer:
 
     iteration: int = -1
     tasks: dict[int, Task] = field(default_factory=dict)
-    """By worker; the task to take first is the last."""
+    """Tasks by worker; the last one is taken first."""
     shape: Shape = field(default_factory=lambda: empty_shape())
     width: int = 1
 

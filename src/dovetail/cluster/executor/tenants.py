@@ -1,7 +1,7 @@
 """All tenants of a device: jobs with a lease, the connections to their aggregators, and ranks of gangs.
 
-The coordinator grants and revokes leases, aggregators offer tasks, the kernel tells of ranks that have ended; one
-selector waits for all of them. `jobs` and `ranks` then say which tasks are ready and who goes first.
+The coordinator grants and revokes leases, aggregators offer tasks, the kernel reports ranks that have ended; one
+selector waits for all of them. `jobs` (by precedence) and `ranks` hold what may run next.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
     backward: tuple[float, ...] = ()
     """Seconds of each worker's whole backward pass."""
     shares: tuple[float, ...] = (0.0, 1.0)
-    """By depth, from 0 on: the share of the backward pass that so many last segments take."""
+    """Share of the whole backward pass that the last `depth` segments take, by depth from 0 on."""
     activations: int = 0
     """Bytes of activations that a whole backward pass needs, on an even share of the batch; 0 if unknown."""
 

@@ -39,7 +39,7 @@ class JobError(Error):
 
 
 @contextmanager
-def blaming(what: str = "") -> Iterator[None]:
+def job_errors(what: str = "") -> Iterator[None]:
     """Turns whatever the job's code raises inside into a JobError that begins with `what`."""
     where = f"{what}: " if what else ""
     try:
@@ -88,7 +88,7 @@ def own_defaults(dtype: torch.dtype) -> Iterator[None]:
 def make_model(job: TrainingJob) -> nn.Module:
     """The job's model, made under its seed, in training mode."""
     seed_everything(mixed(job.seed, 0, 0))
-    with blaming("model"):
+    with job_errors("model"):
         model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"model: expected a function that makes a torch.nn.Module, got {type(model).__name__}")
@@ -108,7 +108,7 @@ def make_model(job: TrainingJob) -> nn.Module:
 def make_optimizer(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer:
     """The job's optimiser, over the model's parameters only; in torch's fastest form unless the job chose one."""
     seed_everything(mixed(job.seed, 0, 1))
-    with blaming("optimizer"):
+    with job_errors("optimizer"):
         optimizer = job.optimizer(list(model.parameters()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(
@@ -150,11 +150,11 @@ class LearningRateSchedule:
     def __init__(self, job: TrainingJob, optimizer: torch.optim.Optimizer) -> None:
         self.own: Any = None
         if job.scheduler is not None:
-            with blaming("scheduler"):
+            with job_errors("scheduler"):
                 self.own = job.scheduler(optimizer)
             if not all(hasattr(self.own, name) for name in ("step", "state_dict", "load_state_dict")):
                 raise JobError(f"scheduler: expected one of torch.optim.lr_scheduler, got {type(self.own).__name__}")
-        with blaming("scheduler"):
+        with job_errors("scheduler"):
             probe = io.BytesIO()
             torch.save(self.state(), probe)
             probe.seek(0)
@@ -182,14 +182,14 @@ class Samples:
 
     def __init__(self, job: TrainingJob) -> None:
         seed_everything(mixed(job.seed, 0, 2))
-        with blaming("data"):
+        with job_errors("data"):
             self._data = job.data()
         lacks = not (hasattr(self._data, "__len__") and hasattr(self._data, "__getitem__"))
         if lacks or isinstance(self._data, IterableDataset):
             raise JobError(
                 f"data: expected a dataset with len() and [index], {type(self._data).__name__} lacks one of them"
             )
-        with blaming("data"):
+        with job_errors("data"):
             self.size = len(self._data)
         if self.size < 1:
             raise JobError("data: expected at least one sample, got none")
@@ -201,8 +201,8 @@ class Samples:
         at, end = iteration * self._batch + start, iteration * self._batch + stop
         found: list[int] = []
         while at < end:
-            epoch, place = divmod(at, self.size)
-            part = self._order(epoch)[place : place + end - at]
+            epoch, offset = divmod(at, self.size)
+            part = self._order(epoch)[offset : offset + end - at]
             found += part.tolist()
             at += len(part)
         return found

@@ -237,7 +237,7 @@ class Offered(Message, frozen=True):
 
     iteration: int
     tasks: tuple[Task, ...]
-    """Those that no executor has taken, the longest last."""
+    """Tasks that no executor has taken, the longest last."""
     width: int = 0
     """Number of tasks in the iteration, including those that are taken; 0 if not given."""
 

@@ -56,7 +56,7 @@ FEW_CELLS = 400
 LIMITS = (1.05, 1.25, 1.5, 2.0)
 """Device-times, in multiples of one device's, for which burst plans are made where not only the time counts."""
 SHOWN = (1.1, 1.25, 1.5, 2.0, 3.0)
-"""Those for which `dovetail plan --burst` shows plans."""
+"""Device-times, in the same unit, for which `dovetail plan --burst` shows plans."""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from .pareto import BoolArray, IntArray, Labels, Problem, chosen, label_tables
 ROUNDING = 1e-11
 """Relative; prices are floating-point numbers, and rounding must not make a bound cut too much."""
 FEW = 12
-"""With more choices than this a coarse problem comes first."""
+"""Choices per layer above which a coarser problem is solved first."""
 LONG = 40
-"""With more layers than this a better first answer is sought before all labels are made."""
+"""Layers above which a better first answer is sought before all labels are made."""
 BEAM = 64
 """Labels per table in that search."""
 

@@ -59,12 +59,12 @@ class _PartlyHidden:
 
 
 def partly_hidden(planner: BurstPlanner, share: float) -> BurstPlanner:
-    """The same job where only a share of every all-reduce is paid for."""
+    """A planner of the same job that counts only `share` of the time of every all-reduce."""
     return replace(planner, cost=_PartlyHidden(planner.cost, share))
 
 
 def overlapped(planner: BurstPlanner, plan: BurstPlan) -> BurstPlan:
-    """The same counts, with the prediction where gradients travel behind backward."""
+    """The plan with the same counts, predicted with all-reduces that overlap with backward."""
     cost, counts = planner.cost, plan.counts
     assert isinstance(cost, ProfileCost), "buckets need the sizes of the gradients"
     samples = local_batch(cost.batch, counts).tolist()

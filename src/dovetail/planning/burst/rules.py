@@ -16,7 +16,7 @@ from .cost import local_batch
 from .planner import BurstPlanner
 
 Rule = Callable[[BurstPlanner, float | None], BurstPlan]
-"""Of a planner and a limit on amplification (None: the rule's own default, or no limit)."""
+"""From a planner and a limit on amplification (None: the rule's own default, or no limit) to a plan."""
 
 DEFAULT_AMPLIFICATION = 2.0
 """DeepPool's own default."""

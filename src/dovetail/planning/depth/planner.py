@@ -40,7 +40,7 @@ COMPARED = ("full", "ladder", "late-ladder", "balanced", "late-balanced")
 
 @dataclass(frozen=True)
 class DepthSetting:
-    """What a policy decides by."""
+    """The inputs of a depth policy."""
 
     costs: DepthCosts
     batch: int

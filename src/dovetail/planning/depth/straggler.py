@@ -66,11 +66,11 @@ class Pace:
                 limits[worker] = self._deepest(statistics.median(history))
                 lines.append(
                     f"worker {worker} takes {statistics.median(history):.2g} times the usual time: "
-                    f"depth at most {limits[worker]} of {self._segments} until it is well again"
+                    f"depth at most {limits[worker]} of {self._segments} until it keeps up again"
                 )
             elif not free and max(history) < self._options.well:
                 limits[worker] = self._segments
-                lines.append(f"worker {worker} is well again: any depth")
+                lines.append(f"worker {worker} keeps up again: any depth")
         self.limits = tuple(limits)
         return lines
 

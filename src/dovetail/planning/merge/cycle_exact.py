@@ -47,19 +47,19 @@ def optimal(cycle: Cycle) -> list[int]:
 def within(cycle: Cycle, limit: float) -> list[int] | None:
     """The partition with the shortest period if that is within `limit` seconds; a lower limit is faster to answer."""
     limit = min(limit, *(period(cycle, cuts) for cuts in _simple(cycle)))
-    fronts = _layer(cycle, _CompletionBounds.of(cycle, limit), None)
-    return _walk(cycle, [fronts], 0) if len(fronts[-1]) else None
+    fronts = extended(cycle, CompletionBounds.of(cycle, limit), None)
+    return walk(cycle, [fronts], 0) if len(fronts[-1]) else None
 
 
 def fewest(cycle: Cycle, *, tolerance: float = 0.01, best: list[int] | None = None) -> list[int]:
     """The fewest buckets whose period is within `tolerance` of the optimum; of all with that many, the shortest."""
     best = optimal(cycle) if best is None else best
-    bounds = _CompletionBounds.of(cycle, period(cycle, best) * (1 + tolerance))
+    bounds = CompletionBounds.of(cycle, period(cycle, best) * (1 + tolerance))
     layers = [_nothing(cycle)]
     for count in range(1, len(best)):
-        layers.append(_layer(cycle, bounds, layers[-1]))
+        layers.append(extended(cycle, bounds, layers[-1]))
         if len(layers[-1][-1]):
-            return _walk(cycle, layers, count)
+            return walk(cycle, layers, count)
     return best  # no partition of any count is shorter
 
 
@@ -69,11 +69,11 @@ def best_per_count(cycle: Cycle, most: int, *, limit: float, cell: float = 0.0) 
     With a `cell` (seconds) above 0, labels that are that near to each other count as one: at most twice `cell` is lost
     for each bucket, and fronts stay short whatever the costs.
     """
-    bounds, layers, found = _CompletionBounds.of(cycle, limit), [_nothing(cycle)], {}
+    bounds, layers, found = CompletionBounds.of(cycle, limit), [_nothing(cycle)], {}
     for count in range(1, min(most, len(cycle)) + 1):
-        layers.append(_layer(cycle, bounds, layers[-1], cell=cell))
+        layers.append(extended(cycle, bounds, layers[-1], cell=cell))
         if len(layers[-1][-1]):
-            found[count] = _walk(cycle, layers, count)
+            found[count] = walk(cycle, layers, count)
     return found
 
 
@@ -143,16 +143,16 @@ class _Front:
     values: FloatArray
     """A row for each label: F, H and, where shards are updated one by one, E."""
     start: IntArray
-    """Where the label's last bucket starts …"""
+    """For each label, the prefix after which its last bucket starts."""
     label: IntArray
-    """… and which label of that prefix it extends."""
+    """For each label, the index of the label of that prefix which it extends."""
 
     def __len__(self) -> int:
         return len(self.values)
 
 
 @dataclass(frozen=True)
-class _CompletionBounds:
+class CompletionBounds:
     """Lower bounds on every completion of a prefix, and the limit that they are held against."""
 
     limit: float
@@ -162,8 +162,8 @@ class _CompletionBounds:
     update: FloatArray | None
 
     @staticmethod
-    def of(cycle: Cycle, limit: float) -> _CompletionBounds:
-        return _CompletionBounds(
+    def of(cycle: Cycle, limit: float) -> CompletionBounds:
+        return CompletionBounds(
             limit=limit * (1 + _ROUNDING),
             scatter=_completion(cycle.backward, cycle.scatter),
             gather=_completion(cycle.forward, cycle.gather),
@@ -202,7 +202,7 @@ def _empty(cycle: Cycle) -> _Front:
     return _Front(np.zeros((0, 2 if cycle.update is None else 3)), none, none)
 
 
-def _layer(cycle: Cycle, bounds: _CompletionBounds, before: list[_Front] | None, *, cell: float = 0.0) -> list[_Front]:
+def extended(cycle: Cycle, bounds: CompletionBounds, before: list[_Front] | None, *, cell: float = 0.0) -> list[_Front]:
     """Fronts of all prefixes: made of one bucket more than `before`, or of any number of buckets if that is None."""
     n, backward, forward = len(cycle), cycle.backward, cycle.forward
     fronts = [_origin(cycle) if before is None else _empty(cycle)]
@@ -271,7 +271,7 @@ def _undominated(values: FloatArray) -> IntArray:
     return np.array(kept, dtype=np.int64)
 
 
-def _walk(cycle: Cycle, layers: list[list[_Front]], count: int) -> list[int]:
+def walk(cycle: Cycle, layers: list[list[_Front]], count: int) -> list[int]:
     """The cuts of the best label of all tensors: layer by layer from `count` down, or within the only layer."""
     last = layers[count][-1]
     updated = last.values[:, 2] if cycle.update is not None else last.values[:, 0]

@@ -263,9 +263,9 @@ class Controller:
 
     def _predicted_ends(self) -> list[tuple[float, int]]:
         ends = []
-        for key, holding in self.devices.residencies.items():
+        for key, residency in self.devices.residencies.items():
             self.engine.sync(key)
-            ends.append((self.engine.now + self.progress[key].seconds_left(), len(holding.devices)))
+            ends.append((self.engine.now + self.progress[key].seconds_left(), len(residency.devices)))
         return ends
 
     def _preempt(self) -> None:

@@ -5,7 +5,7 @@ at the task level for some iterations, and cached: the next group of the same pa
 resumed where it stopped, so that a group which stays together is measured for longer. A job alone on its devices needs
 no run: its iteration takes the expected maximum of its tasks.
 
-Some orders change while the jobs run (`ranked`, `overtaken`). First come first served stays as it is. Under least
+Some orders change while the jobs run (`in_order`, `overtaken`). First come first served stays as it is. Under least
 remaining work, a job that runs more overtakes once, and stays ahead. Under least attained service and under the longest
 critical path, the first falls back by running until it meets the next; from then on the two take turns. Such jobs tie.
 """

@@ -79,7 +79,7 @@ class ClusterReport:
     busy: float
     """Share of device time that tasks took, from first arrival to last finish."""
     window_busy: float
-    """The same within the steady-state window."""
+    """Share of device time that tasks took within the steady-state window."""
     throughput: float
     """Work done per second until the queue emptied for good (until the last finish where no job ever waited); 1.0: all
     devices full of gangs at full depth. The measure under backlog."""

@@ -45,7 +45,7 @@ class Communicator:
         self.moved_bytes = 0
         """Bytes that this rank has sent in re-sharding so far."""
         self.gaps = announced()
-        """Where this rank announces its idle gaps to others who share its device; None where nobody asked."""
+        """Announces this rank's idle gaps to jobs that share its device; None where no cluster asked for that."""
         self._key = f"dovetail-burst-{next(_jobs)}"
         if _pool_of != [dist.group.WORLD]:
             _pool.clear()

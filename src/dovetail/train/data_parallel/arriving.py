@@ -31,7 +31,7 @@ class Arrival:
     work: LaneWork
     index: int
     uses: list[tuple[int, float, float]] | None
-    """Where to note the first use, if anybody asked: (index, when it began to wait, when it could go on)."""
+    """If not None, gets the first use: (index, time at which it began to wait, time at which it went on)."""
 
 
 _arrivals: dict[int, Arrival] = {}

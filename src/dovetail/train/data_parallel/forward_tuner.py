@@ -23,12 +23,12 @@ from dovetail import measure, planning
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.train import agree
 
 from .exchange import GradientExchange
 from .ring import halves
-from .trials import Trial, Tuning, TuningReport, compete, exactly, ready_gaps
+from .trials import Trial, Tuning, TuningReport, compete, ready_gaps
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer

@@ -22,7 +22,7 @@ from dovetail import planning
 from dovetail.core.errors import Error
 from dovetail.core.network import Collective, CostSample, Fit, Network
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Layer, LayerTime, Profile, Quantiles
+from dovetail.core.profile import Layer, LayerTime, Profile, exactly
 from dovetail.train import agree
 
 Seen = TypeVar("Seen")
@@ -240,11 +240,6 @@ def ready_gaps(
     gaps = np.quantile(np.diff(stamps, axis=1, prepend=0.0), 0.25, axis=0)
     gaps *= np.quantile(stamps[:, -1], 0.25) / max(gaps.sum(), 1e-9)
     return list(order), usable, gaps.tolist()
-
-
-def exactly(seconds: float) -> Quantiles:
-    """A time without spread, as a profile holds it."""
-    return Quantiles(median=seconds, low=seconds, high=seconds, samples=1)
 
 
 def forward_gain(profile: Profile, network: Network) -> str:

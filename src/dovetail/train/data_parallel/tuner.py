@@ -24,12 +24,12 @@ from dovetail import measure, planning
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
+from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.train import agree
 
 from . import reducer
 from .observe import ObservedIteration, Observer
-from .trials import Trial, Tuning, TuningReport, compete, exactly, forward_gain, ready_gaps
+from .trials import Trial, Tuning, TuningReport, compete, forward_gain, ready_gaps
 
 log = logging.getLogger("dovetail")
 

@@ -32,9 +32,9 @@ class NoiseMeasurement:
 
     step: int
     depths: tuple[int, ...]
-    """Of every worker, in segments. A straggler's limit can hold a worker back even in a measured step."""
+    """Depth of every worker, in segments. A straggler's limit can hold a worker back even in a measured step."""
     samples: list[float]
-    """Of every worker."""
+    """Number of samples of every worker."""
     squares: list[list[float]]
     """|g|² of every worker's own gradient, by segment."""
     mean_squares: list[float]

@@ -40,7 +40,7 @@ EMPTY = {
 THEIRS = "torch's default"
 SCALED = ("optimal", "ddp", "single", "per-tensor")
 WORKERS = tuple(2**i for i in range(1, 10))
-"""For the scaling curves that the page makes itself."""
+"""Numbers of workers in the scaling curves that the page makes itself."""
 MOST_TENSORS = 600
 """Above so many, curves are left to `dovetail scale`: a page should open at once."""
 
@@ -191,7 +191,7 @@ def _lead(contents: Contents, settings: Sequence[PredictedPlan], others: Sequenc
     bars = [*measured, *(b for b in (default, plan) if b)]
     if len(measured) > 1:
         default, plan, bars = measured[0], measured[1], measured
-    told = list(contents.notes)
+    notes = list(contents.notes)
     for s in settings[1:]:
         if s.chosen.overlap == "forward":
             theirs, ours = s.bars('dovetail with overlap="forward"')
@@ -199,7 +199,7 @@ def _lead(contents: Contents, settings: Sequence[PredictedPlan], others: Sequenc
                 theirs = settings[0].bars(f"dovetail's plan ({settings[0].chosen.policy})")[1]
             elif ours:
                 bars.append(ours)
-            told += [lead.against(theirs, ours)] if theirs and ours else []
+            notes += [lead.against(theirs, ours)] if theirs and ours else []
     if not settings:
         predicted = [t for t in contents.timelines if t.source == "predicted"]
         bars += [b for t in predicted if (b := lead.bar(t, t.name))]
@@ -207,7 +207,7 @@ def _lead(contents: Contents, settings: Sequence[PredictedPlan], others: Sequenc
     bars = bars or [lead.profile_bar(p) for p in contents.profiles]
     if not bars and others:
         return Lead(sentence=others[0], more=contents.clusters[0].more if contents.clusters else ())
-    return lead.lead(_subject(contents, settings), bars, default=default, plan=plan, more=told)
+    return lead.lead(_subject(contents, settings), bars, default=default, plan=plan, more=notes)
 
 
 def _subject(contents: Contents, settings: Sequence[PredictedPlan]) -> str:

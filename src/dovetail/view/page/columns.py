@@ -17,7 +17,7 @@ from dovetail.view.schedule import span
 from .document import Columns, DrawnTimeline, JobRow, LegendEntry, ScheduleSection, Source, TimelineRow
 
 HEIGHTS = {"communication": 0.55, "wait": 0.2, "idle": 0.2}
-"""Of a row. What is hidden is drawn half as high and what does nothing as a line, so that colour is not needed."""
+"""Shares of a row's height. Hidden communication is half as high and idle time a line, so colour is not needed."""
 OTHER_JOBS = "#8a8f98"
 
 

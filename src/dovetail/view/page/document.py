@@ -55,12 +55,12 @@ class DrawnTimeline(Record, frozen=True, kw_only=True):
 
     name: str
     title: str
-    """Who made it, what it is of, how long it takes."""
+    """Heading: source, name or policy, and duration."""
     source: Source
     emulated: bool = False
     duration: float
     origin: float = 0.0
-    """Where a live picture's time 0 stands, in seconds of any clock that goes on: it moves from one to the next."""
+    """Time 0 of a live picture, in seconds of one clock: it moves on from each picture to the next."""
     looks: tuple[LegendEntry, ...]
     names: tuple[str, ...]
     rows: tuple[TimelineRow, ...]
@@ -258,7 +258,7 @@ class LiveJob(Record, frozen=True, kw_only=True):
     speed: float = 0.0
     """Seconds an iteration takes; 0 while unknown."""
     promise: str = ""
-    """Of a foreground job, what it was promised and what was measured; of others, what sharing costs them."""
+    """Promised and measured slow-down of a foreground job; of other jobs, the slow-down by sharing."""
     devices: str = ""
     submitted: float
     """Seconds of the calendar's clock."""
@@ -350,7 +350,7 @@ class Document(Record, frozen=True, kw_only=True):
     series: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """Colours for lines, one policy each."""
     colors: dict[str, str]
-    """By kind of work."""
+    """Colours by kind of span."""
 
 
 def encode(document: Document) -> bytes:

@@ -32,11 +32,11 @@ def fabric(
     edges = [(index[a], index[b]) for a, b in ends.values()]
     at = places(len(names), edges)
     broken = {link: state for link, state in links.items() if state != "up"}
-    told = ", ".join(f"{link} is {state}" for link, state in list(broken.items())[:4]) + (
+    listed = ", ".join(f"{link} is {state}" for link, state in list(broken.items())[:4]) + (
         ", …" if len(broken) > 4 else ""
     )
     sentence = f"{_switches(len(names))} and {units.count(len(links), 'link')}, emulated; " + (
-        f"{units.count(len(broken), 'link')} out of service: {told}." if broken else "every link is up."
+        f"{units.count(len(broken), 'link')} out of service: {listed}." if broken else "every link is up."
     )
     if broken and believed:
         sentence += f" {_switches(len(believed))} heard of it from packets."

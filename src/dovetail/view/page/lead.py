@@ -82,12 +82,12 @@ def lead(
             sentence=f"{subject}: nothing here tells where training time goes.",
             more=("Give a profile and a network, a plan, or a timeline: the sections below name the commands.",),
         )
-    told = []
+    advice = []
     if bars[0].exposed is None:
-        told = ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
+        advice = ["Measure the network with `dovetail network`, or name a preset: then the page can say."]
     if default and plan:
-        told = [against(default, plan)]
-    return Lead(sentence=_sentence(subject, bars[0]), more=(*told, *more), bars=tuple(bars))
+        advice = [against(default, plan)]
+    return Lead(sentence=_sentence(subject, bars[0]), more=(*advice, *more), bars=tuple(bars))
 
 
 def _sentence(subject: str, now: Bar) -> str:
@@ -106,15 +106,15 @@ def _sentence(subject: str, now: Bar) -> str:
 
 def against(default: Bar, plan: Bar) -> str:
     gain = default.total / plan.total if plan.total else 1.0
-    told = (
+    sentence = (
         f"{plan.label} is {plan.source} at {units.seconds(plan.total)}, {default.label} at "
         f"{units.seconds(default.total)}"
     )
     if gain > 1 + TIE:
         shown = (plan.exposed or 0.0) < (default.exposed or 0.0)
-        return f"{told}: {gain:.2f} times as fast" + (
+        return f"{sentence}: {gain:.2f} times as fast" + (
             ", because less of the communication is exposed." if shown else "."
         )
     if gain < 1 - TIE:
-        return f"{told}: slower, so keep {default.label}."
-    return f"{told}: a tie, expect no gain."
+        return f"{sentence}: slower, so keep {default.label}."
+    return f"{sentence}: a tie, expect no gain."

@@ -100,7 +100,7 @@ def planned(
 
 
 def _described(policy: str) -> str:
-    """What `--help` says of it; empty for one that only its file knows."""
+    """The policy's line in `--help`; empty if its name is not registered."""
     try:
         return POLICIES.parse(policy).description
     except Error:

@@ -27,7 +27,7 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Of every answer, whoever serves the page."""
+"""Headers of every answer, whoever serves the page."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -105,7 +105,7 @@ def serving(source: Source, *, port: int = 0) -> Iterator[PageServer]:
     except OSError as e:
         raise Error(f"port {port}: cannot be used: {(e.strerror or str(e)).lower()}") from None
     with server:
-        server.html()  # what is wrong with the contents is told here, and not to a browser
+        server.html()  # errors in the contents are raised here, and not shown to a browser
         thread = threading.Thread(target=server.serve_forever, name="dovetail-page", daemon=True)
         thread.start()
         try:
