@@ -69,7 +69,7 @@ def main(
         profile,
         ["ddp"],
         setting,
-        rounds=2 if quick else 4,
+        rounds=2 if quick else 3,
         iterations=2 if quick else 4,
         tuning={"measure": 6, "steps": 2} if quick else {},
         on_line=_indented(say),
@@ -81,7 +81,7 @@ def main(
     say(TimelineView([outcome.timelines["ddp"], outcome.timelines[DOVETAIL], made.predicted]))
 
     say("\n[bold]3  The same losses[/]  a small language model, 2 ranks, nothing emulated …")
-    training = _train_for_real(iterations=50 if quick else 120)
+    training = _train_for_real(iterations=50 if quick else 100)
     _show_training(say, training)
     found = summary.lines(made)
     page = _end(say, made, found, where, html)
@@ -97,7 +97,7 @@ def _profile(rate: str) -> Profile:
     workload, threads = measure.load("resnet50"), torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other take minutes on a busy machine; only proportions matter
     try:
-        measured = measure.profile(workload.model, workload.make_batch(2), batches=[2], steps=20, name="ResNet-50")
+        measured = measure.profile(workload.model, workload.make_batch(2), batches=[2], steps=10, name="ResNet-50")
     finally:
         torch.set_num_threads(threads)
     # A ring all-reduce sends 2(n−1)/n of the gradients over every link.
