@@ -11,18 +11,18 @@ import { type Choice, useTheme } from "./theme";
 import { Timeline } from "./timeline/view";
 
 const INTROS: Record<string, string> = {
-  timelines: "What happened when, in one iteration: a row for each thing that works, time runs to the right. Low orange " +
+  timelines: "One iteration: a row for each device and each link, time runs to the right. Low orange " +
     "bars are gradients that travel meanwhile; tall red ones are what devices wait for.",
   plan: "What dovetail would change: where the stream of gradients is cut into messages, called buckets. Many small ones " +
     "pay for starting many times; one large one cannot start before the last gradient is there. In between is a best cut.",
   profile: "What one device computes in an iteration, layer by layer.",
   network: "What it costs to exchange gradients, by their size.",
-  scaling: "What becomes of it on more workers, each with the same share of work. The dashed line would be perfect; optimal " +
+  scaling: "The speed-up on more workers, each with the same local batch. The dashed line would be perfect; optimal " +
     "is the best cut, ddp torch's default, single everything in one message, per-tensor a message for every tensor.",
   burst: "How many devices each layer gets. Layers that do not get faster on many may run on few: the others are free.",
-  cluster: "Who uses which device when. A bar is one task: one worker's part of one iteration of a job. Jobs take turns. " +
+  cluster: "Which job uses which device when. A bar is one task: one worker's part of one iteration of a job. Jobs take turns. " +
     "Where tasks were not recorded, a bar is a lease: the job has the device.",
-  fabric: "Which way packets can go, and what is broken.",
+  fabric: "Switches and links, those that have failed, and the paths that packets take.",
 };
 
 export function App({ first }: { first: Document }) {
@@ -76,7 +76,7 @@ function sections(d: Document) {
       <>{d.plans.map((p) => <Plan plan={p} />)}{d.depths.map((p) => <Depth depths={p} />)}</>
     ), "plans"),
     part("profile", "Profile", d.profiles.length > 0, () => d.profiles.map((p) => <Profile layers={p} />), "profiles"),
-    part("network", "Network", d.networks.length > 0, () => d.networks.map((n) => <Network wires={n} />), "networks"),
+    part("network", "Network", d.networks.length > 0, () => d.networks.map((n) => <Network network={n} />), "networks"),
     part("scaling", "Scaling", d.scaling.length > 0, () =>
       d.scaling.map((s) => <Scale scaling={s} colors={d.series} />), "scaling"),
     part("burst", "Burst", d.bursts.length > 0, () => d.bursts.map((b) => <Burst burst={b} />), "bursts"),

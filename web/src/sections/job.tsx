@@ -114,22 +114,22 @@ export function Compared({ kinds }: { kinds: ComparisonSection }) {
   );
 }
 
-export function Network({ wires }: { wires: NetworkSection }) {
+export function Network({ network }: { network: NetworkSection }) {
   const colors = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"];
-  const lines = wires.collectives.map((c, k) => ({
+  const lines = network.collectives.map((c, k) => ({
     name: c.name, color: colors[k % colors.length],
     marks: (c.samples.length ? c.samples.map((s) => [s.bytes, s.median]) : [10, 14, 18, 22, 26].map((e) =>
       [2 ** e, c.latency + c.seconds_per_byte * 2 ** e])).map(([x, y]) => ({ x, y, title: `${c.name} of ${size(x)}: ${seconds(y)}` })),
   }));
-  const rows = wires.collectives.flatMap((c) => c.samples.map((s) => ({ c, s })));
+  const rows = network.collectives.flatMap((c) => c.samples.map((s) => ({ c, s })));
   return (
     <article>
-      <h3>{wires.title}</h3>
-      <p><Words text={wires.sentence} /></p>
+      <h3>{network.title}</h3>
+      <p><Words text={network.sentence} /></p>
       <Plot what="Seconds of a collective by its size" lines={lines} x={{ label: "bytes", log: true, text: size,
         ticks: [10, 14, 18, 22, 26].map((e) => 2 ** e).filter((b) => b <= Math.max(...lines.flatMap((l) => l.marks.map((m) => m.x)))) }}
         y={{ label: "time", log: true, text: seconds }} />
-      <Table caption="Collectives" rows={wires.collectives} columns={[
+      <Table caption="Collectives" rows={network.collectives} columns={[
         { name: "collective", text: (c) => c.name },
         { name: "to start", text: (c) => seconds(c.latency), right: true },
         { name: "then", text: (c) => rate(c.seconds_per_byte), right: true },
