@@ -88,6 +88,11 @@ def test_before_the_first_job_it_says_so_and_how_to_hand_one_in(live: Seen) -> N
     assert live.page.locator("main section").count() == 2, "the first screen and the cluster; nothing about files"
 
 
+def devices_drawn(page: Any) -> set[str]:
+    """The devices that have rows in the picture; one whose newest tasks overlap by their clocks has two rows."""
+    return {label.partition(" (")[0] for label in page.locator(".timeline .label").all_inner_texts()}
+
+
 def test_who_runs_where_is_drawn_and_who_waits_says_why(live: Seen, home: Path) -> None:
     client = Client(home)
     first = submit(client, "promised", 2, share="foreground", bound=0.05)
@@ -97,7 +102,7 @@ def test_who_runs_where_is_drawn_and_who_waits_says_why(live: Seen, home: Path) 
     page.wait_for_selector("#cluster .timeline")
     page.wait_for_selector(f"#job-{second} .wrapped:has-text('promise:')")
     # A lane for each device, with bars in the colour of the job.
-    assert page.locator(".timeline .label").all_inner_texts() == ["device 0", "device 1"]
+    assert devices_drawn(page) == {"device 0", "device 1"}
     live.settle()
     for lane in (0, 1):
         assert palette.SERIES[first - 1] in lane_colours(live, lane)
@@ -198,6 +203,6 @@ def test_when_the_cluster_is_gone_the_page_says_so_and_keeps_the_last(live: Seen
     page.wait_for_selector("[role=alert]")
     assert "does not answer any more" in page.locator("[role=alert]").inner_text()
     assert "not live" in page.locator(".brand").inner_text()
-    assert page.locator("#job-1").count() == 1 and page.locator(".timeline .label").count() == 2
+    assert page.locator("#job-1").count() == 1 and devices_drawn(page) == {"device 0", "device 1"}
     gone = run("view", "--cluster", home, "--html", home / "x.html")
     assert gone.exit_code == 1 and "no cluster runs in" in gone.stderr and not (home / "x.html").exists()
