@@ -35,8 +35,7 @@ from dovetail.emulate.layered import layered
 from dovetail.simulate import choose
 from dovetail.train import agree
 from dovetail.train.burst.module import Burst
-from dovetail.train.data_parallel import ring
-from dovetail.train.data_parallel.ring import halves
+from dovetail.train.data_parallel.wire.lane import functions
 from dovetail.view import auto as view
 from overlap_rank import plain, two_lines
 
@@ -100,7 +99,7 @@ def contest(spec: AutoSpec) -> Any:
         budget=spec.budget,
         name="emulated",
         emulated=True,
-        via=halves(ring.twin(group)),
+        via=functions(group),
     )
     optimizer = max(agree.largest([_updating(spec)], group, device))
     decision: Any = None

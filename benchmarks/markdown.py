@@ -8,6 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+OURS = ("dovetail", "overlap", "both")
+"""Contestants that are set in bold."""
+LIMITED = (" of the limit | sent, of fewest | link idle |", "--:|--:|--:|")
+"""Columns of contests whose physical limit was measured. The link's idle share is what its bytes at its rate leave of
+an iteration; in brackets, for those that recorded their collectives, the share in which none was in flight."""
+
 
 def checks(result: dict[str, Any]) -> list[str]:
     lines = ["| promise | measured | target | holds |", "|---|---|---|---|"]
@@ -24,28 +30,44 @@ def contests(result: dict[str, Any]) -> list[str]:
             groups.setdefault((cell["model"], cell["regime"]), []).append(cell)
     lines = []
     for (model, regime), rows in groups.items():
-        first = rows[0]
+        first, limit = rows[0], rows[0].get("limit")
         latency = f", {first['added_latency'] * 1e3:g} ms added to every all-reduce" if first["added_latency"] else ""
-        fit = first["all_reduce"]
+        measured = ""
+        if fit := first.get("all_reduce"):
+            cost = f"{fit['latency'] * 1e3:.1f} ms + {fit['seconds_per_byte'] * 1e9:.2f} ns/B"
+            measured = f"measured all-reduce {cost}; "
+        least = f"limit {limit:.3f} s" if limit else f"predicted lower bound of merging {first['lower_bound']:.3f} s"
         lines += [
             "",
             f"**{model}, {regime}**: forward {first['forward']:g} s, backward {first['backward']:g} s{latency}; "
-            f"measured all-reduce {fit['latency'] * 1e3:.1f} ms + {fit['seconds_per_byte'] * 1e9:.2f} ns/B; "
-            f"predicted lower bound of merging {first['lower_bound']:.3f} s",
+            f"{measured}{least}",
             "",
-            "| policy | buckets | iteration, s (10–90 %) | of DDP | predicted, s |",
-            "|---|--:|--:|--:|--:|",
+            "| policy | buckets | iteration, s (10–90 %) | of DDP |" + LIMITED[0] * bool(limit) + " predicted, s |",
+            "|---|--:|--:|--:|" + LIMITED[1] * bool(limit) + "--:|",
         ]
         default = next(r for r in rows if r["policy"] == "ddp")["iteration"]["median"]
         for row in sorted(rows, key=lambda r: r["iteration"]["median"]):
             q = row["iteration"]
-            name = f"**{row['policy']}**" if row["policy"] in ("dovetail", "overlap") else row["policy"]
+            name = f"**{row['policy']}**" if row["policy"] in OURS else row["policy"]
             predicted = "" if row["prediction"] is None else f"{row['prediction']:.3f}"
             lines.append(
-                f"| {name} | {row['buckets']} | {q['median']:.3f} ({q['low']:.3f}–{q['high']:.3f}) "
-                f"| {q['median'] / default:.3f} | {predicted} |"
+                f"| {name} | {buckets(row)} | {q['median']:.3f} ({q['low']:.3f}–{q['high']:.3f}) "
+                f"| {q['median'] / default:.3f} |{limited(row) if limit else ''} {predicted} |"
             )
     return lines
+
+
+def buckets(row: dict[str, Any]) -> str:
+    """The number of buckets, and of those that are all-reduced where there are both kinds."""
+    whole = sum(n for kind, n in row.get("kinds", {}).items() if kind.startswith("whole"))
+    return f"{row['buckets']} ({whole} whole)" if 0 < whole < row["buckets"] else str(row["buckets"])
+
+
+def limited(row: dict[str, Any]) -> str:
+    """The columns of `LIMITED`."""
+    sent = row["sent_bytes"] / (2 * (row["ranks"] - 1) / row["ranks"] * row["parameter_bytes"])
+    idle = f"{row['link_idle']:.0%}" + ("" if row["recorded_idle"] is None else f" ({row['recorded_idle']:.0%})")
+    return f" {row['iteration']['median'] / row['limit']:.3f} | {sent:.2f} | {idle} |"
 
 
 def made_by(result: dict[str, Any]) -> str:
@@ -58,11 +80,20 @@ def into(result: dict[str, Any], text: str) -> str:
 
     Beside the benchmark's own tables there are "checks", "command" and, of a contest, "contests". A pair of markers
     without a table, or a table without markers, is an error: a page must not keep figures of another run.
+
+    A page that shows several benchmarks names them: <!-- memory:checks --> takes "checks" of benchmarks/memory.py. Such
+    a page may leave tables out; pairs of other benchmarks stay as they are.
     """
     tables = {**result.get("tables", {}), "checks": checks(result), "command": [f"Made by {made_by(result)}."]}
     if contested := contests(result):
         tables["contests"] = contested
     marked = set(re.findall(r"^<!-- (?!end )(\S+) -->$", text, re.MULTILINE))
+    prefix = f"{result['benchmark']}:"
+    if any(name.startswith(prefix) for name in marked):
+        marked = {name for name in marked if name.startswith(prefix)}
+        tables = {prefix + name: lines for name, lines in tables.items() if prefix + name in marked}
+    else:
+        marked = {name for name in marked if ":" not in name}
     if marked != set(tables):
         raise SystemExit(f"markers and tables differ: {', '.join(sorted(marked ^ set(tables)))}")
     for name, lines in tables.items():

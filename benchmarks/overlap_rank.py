@@ -1,7 +1,8 @@
-"""One rank of benchmarks/overlap.py: all contestants in this process, on models of their own, turn by turn.
+"""One rank of benchmarks/overlap.py and benchmarks/precision.py: all contestants in this process, turn by turn.
 
-`contest` lets DDP's default, dovetail's merging, dovetail's overlap with forward and FSDP2 train the same emulated
-model; `training` trains a small transformer on Python's own library once with DDP and once with overlap.
+Every contestant trains an emulated model of its own and runs its real optimiser on the host: whole updates with DDP and
+merging, a rank's n-th with FSDP2, and as the plan says with dovetail's two lines. What the contestants choose by trial
+(DDP's bucket cap, dovetail's plans) is chosen before the contest.
 """
 
 from __future__ import annotations
@@ -10,75 +11,46 @@ import itertools
 import random
 import statistics
 import sys
-import sysconfig
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
 from dovetail import measure, planning
-from dovetail.core.files import Record
-from dovetail.core.network import Network
-from dovetail.core.plan import Plan
+from dovetail.core.errors import Error
+from dovetail.core.network import CollectiveName, Network, Precision
+from dovetail.core.plan import Overlap, Plan
 from dovetail.core.profile import Profile
 from dovetail.emulate.channel import leave
 from dovetail.emulate.launch import report
 from dovetail.emulate.layered import LayeredModel, blocks, layered
 from dovetail.train import agree
-from dovetail.train.data_parallel import ring
-from dovetail.train.data_parallel.ring import halves
+from dovetail.train.data_parallel.wire import ring
+from dovetail.train.data_parallel.wire.lane import functions
+from overlap_records import Entry, Outcome, Spec, link_idle
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 """Bytes that this rank's interface has sent, in its own namespace."""
 PREFETCH = 2
 """Blocks whose all-gathers FSDP2 starts ahead: what its documentation advises for more overlap."""
-NAMES = ("ddp", "merge", "overlap", "fsdp2")
+SPLIT_POLICIES = ("auto", "optimal", "fewest")
+"""Policies of the planner that make all-split plans."""
+REPEATS = 3
+"""All-reduces of all gradients that the limit is the median of."""
 
-
-class Spec(Record, frozen=True, kw_only=True):
-    """The contest that the ranks run."""
-
-    profile: Profile
-    """In layer order."""
-    rounds: int
-    settle: int
-    steps: int
-    budget: float
-    """Seconds for measuring the network."""
-    tuning: dict[str, int | float]
-    """Arguments of `dovetail.Tuning` that are not the defaults."""
-
-
-class Entry(Record, frozen=True, kw_only=True):
-    """The result of one contestant."""
-
-    name: str
-    buckets: int
-    seconds: tuple[float, ...]
-    """Iteration times of the slowest rank."""
-    sent: float
-    """Bytes that this rank's interface has sent per iteration, with all headers."""
-    predicted: float | None = None
-    lower_bound: float | None = None
-
-
-class Outcome(Record, frozen=True, kw_only=True):
-    """A contest as one rank saw it."""
-
-    network: Network
-    optimizer: float
-    """Seconds of the optimiser on this rank's shards, as measured while planning."""
-    entries: tuple[Entry, ...]
+Option = TypeVar("Option")
 
 
 @dataclass
@@ -86,101 +58,196 @@ class Contestant:
     """A model and what one iteration does with it."""
 
     iterate: Callable[[], None]
-    drain: Callable[[], None]
+    drain: Callable[[], None] = lambda: None
     """Waits for the communication that an iteration has left running."""
+    what: str = ""
+    policy: str = ""
+    """Name of the planner's policy that makes the same buckets, where there is no plan."""
     plan: Plan | None = None
-    blocks: int = 0
-    """Groups of modules, where there is no plan."""
+    model: Any = None
+    """dovetail's wrapper, where it is one."""
+    groups: int = 0
+    """Groups of modules, where there are neither buckets nor a plan."""
+    updates: list[float] = field(default_factory=list)
+    """Seconds of every whole update."""
+
+    def codec(self) -> float:
+        """Processor seconds of all conversions so far."""
+        return float(getattr(getattr(self.model, "exchange", None), "codec_seconds", 0.0))
 
 
 def contest(spec: Spec) -> Any:
-    group = dist.group.WORLD
-    assert group is not None
-    network = measure.network(
-        group,
-        max_bytes=min(32 * 2**20, spec.profile.parameter_bytes),
-        collectives=("all_reduce", "reduce_scatter", "all_gather"),
-        budget=spec.budget,
-        name="emulated",
-        emulated=True,
-        via=halves(ring.twin(group)),
-    )
     x = torch.full((1,), 1.0 + dist.get_rank())
-    default = planning.plan(spec.profile, network, policy="ddp")
-    made = {
-        "ddp": Contestant(plain(TorchDDP(layered(spec.profile)), x), lambda: None, default),
-        "merge": _merge(spec, network, x, default),
-        "overlap": _overlap(spec, network, x),
-        "fsdp2": _fsdp2(spec.profile, x),
-    }
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
-    sent: dict[str, list[float]] = {name: [] for name in NAMES}
+    made: dict[str, Contestant] = {}
+    for name in spec.contestants:
+        made[name] = _BUILDERS[name](spec, x, made)
+        print(f"{name}: {made[name].what or 'ready'}", flush=True)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    sent: dict[str, list[float]] = {name: [] for name in made}
+    codec: dict[str, list[float]] = {name: [] for name in made}
     turns = random.Random(0)  # the same on all ranks
     for number in range(spec.rounds):
-        for name in turns.sample(NAMES, len(NAMES)):
-            seconds, nbytes = _turn(made[name], spec)
-            times[name] += agree.largest(seconds, group, torch.device("cpu"))
+        for name in turns.sample(list(made), len(made)):
+            seconds, nbytes, converting = _turn(made[name], settle=spec.settle, steps=spec.steps)
+            times[name] += seconds
             sent[name].append(nbytes)
+            codec[name].append(converting)
         print(f"round {number + 1} of {spec.rounds}", flush=True)
+    networks: dict[Overlap, Network] = {overlap: _network(spec, made, overlap) for overlap in ("backward", "forward")}
+    update = _update(made)
     entries = [
         Entry(
             name=name,
-            buckets=len(c.plan.buckets) if c.plan else c.blocks,
+            what=c.what,
             seconds=tuple(times[name]),
             sent=statistics.median(sent[name]),
-            predicted=c.plan.prediction.iteration if c.plan else None,
-            lower_bound=c.plan.prediction.lower_bound if c.plan else None,
+            codec=statistics.median(codec[name]),
+            idle=_idle(c, spec.recorded),
+            **_planned(c, spec.profile, networks, update),
         )
         for name, c in made.items()
     ]
-    updating = made["overlap"].plan.prediction.optimizer if made["overlap"].plan else 0.0
-    return msgspec.to_builtins(Outcome(network=network, optimizer=updating, entries=tuple(entries)))
+    outcome = Outcome(
+        network=networks["forward"],
+        all_reduce=_all_reduce_seconds(spec.profile.parameter_bytes),
+        update=update,
+        entries=tuple(entries),
+    )
+    return msgspec.to_builtins(outcome)
 
 
-def _turn(c: Contestant, spec: Spec) -> tuple[list[float], float]:
-    """Times of the iterations after the first `settle`, and bytes per iteration over all of them."""
+def _turn(c: Contestant, *, settle: int, steps: int) -> tuple[list[float], float, float]:
+    """(slowest rank's times of the iterations after the first `settle`; bytes, and seconds of the codec, of each)."""
     dist.barrier()
-    before = _sent()
+    sent, converting, count = _sent(), c.codec(), settle + steps
     stamps = []
-    for _ in range(spec.settle + spec.steps):
+    for _ in range(count):
         stamps.append(time.perf_counter())
         c.iterate()
     stamps.append(time.perf_counter())
     c.drain()
-    seconds = [b - a for a, b in itertools.pairwise(stamps)][spec.settle :]
-    return seconds, (_sent() - before) / (spec.settle + spec.steps)
+    seconds = [b - a for a, b in itertools.pairwise(stamps)][settle:]
+    return _agreed(seconds), (_sent() - sent) / count, (c.codec() - converting) / count
 
 
-def _merge(spec: Spec, network: Network, x: Tensor, default: Plan) -> Contestant:
+def _agreed(values: Sequence[float]) -> list[float]:
+    """Element by element, the largest value of any rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    return agree.largest(values, group, torch.device("cpu"))
+
+
+def _best(options: Sequence[Option], build: Callable[[Option], Contestant], spec: Spec) -> Contestant:
+    """The option whose iterations were fastest on the slowest rank, so the same option on all ranks."""
+    if len(options) == 1:
+        return build(options[0])
+    best: tuple[float, Contestant] | None = None
+    for option in options:
+        made = build(option)
+        # torch puts buckets into ready order when the second iteration begins.
+        took = statistics.median(_turn(made, settle=1, steps=spec.trial)[0])
+        if best is None or took < best[0]:
+            best = (took, made)
+    assert best is not None, "there is an option"
+    return best[1]
+
+
+def _ddp(spec: Spec, x: Tensor, *, cap: int | None = None, half: bool = False) -> Contestant:
+    model = TorchDDP(layered(spec.profile), bucket_cap_mb=cap)
+    if half:
+        model.register_comm_hook(None, fp16_compress_hook)
+    updates: list[float] = []
+    policy = "" if half else "ddp" if cap is None else f"threshold:{cap}"
+    what = "fp16_compress_hook" if half else "" if cap is None else f"caps of {cap} MiB"
+    made = Contestant(one_line(model, x, updates), what=what, policy=policy, updates=updates)
+    _turn(made, settle=0, steps=2)  # its updates are timed, and torch has put its buckets into ready order
+    return made
+
+
+def _merge(spec: Spec, x: Tensor, made: dict[str, Contestant]) -> Contestant:
     """What `dovetail.DistributedDataParallel(model)` keeps on its own."""
+    if spec.tries:
+        # One collective is measured where two lines measure four.
+        network_seconds = spec.tuning["network_seconds"] / 4
+        tuning = dovetail.Tuning(**(spec.tuning | {"network_seconds": network_seconds}))  # type: ignore[arg-type]
+        model: Any = dovetail.DistributedDataParallel(layered(spec.profile), tuning=tuning)
+        return _tuned(model, tuning, one_line(model, x, []), lambda: None)
+    plan = planning.plan(spec.profile, _network(spec, made, "backward"))
+    model = dovetail.DistributedDataParallel(layered(spec.profile), plan=plan)
+    return Contestant(one_line(model, x, []), what="planned, not tried", plan=plan, model=model)
+
+
+def _both(spec: Spec, x: Tensor, precision: Precision) -> Contestant:
+    """What dovetail keeps on its own where the optimiser is wrapped too."""
     tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
-    model: Any = dovetail.DistributedDataParallel(layered(spec.profile), tuning=tuning)
-    iterate = plain(model, x)
-    return Contestant(iterate, lambda: None, _predicted(_tuned(model, iterate), default, spec.profile, network))
+    model: Any = dovetail.DistributedDataParallel(layered(spec.profile), tuning=tuning, precision=precision)
+    return _tuned(model, tuning, *two_lines(model, x))
 
 
-def _tuned(model: Any, iterate: Callable[[], None]) -> Plan | None:
-    """Iterates until dovetail has decided; the plan that it keeps, as the first rank has it."""
-    while model.report.state in ("measuring", "trying"):
+def _tuned(model: Any, tuning: dovetail.Tuning, iterate: Callable[[], None], drain: Callable[[], None]) -> Contestant:
+    """Iterates until dovetail has decided; the plan that it keeps is that of the first rank."""
+    for _ in range(tuning.most + 1):
+        if model.report.state not in ("measuring", "trying"):
+            break
         iterate()
+    else:
+        raise Error(f"dovetail has not decided after {tuning.most} iterations")
+    drain()
     if dist.get_rank() == 0:
         print(model.explain(), flush=True)
     group = dist.group.WORLD
     assert group is not None
     plan: Plan | None = agree.from_first(model.report.plan, group, torch.device("cpu"))
-    return plan
+    what = f"keeps {plan.policy}" if plan else model.report.reason or "keeps torch's own buckets"
+    return Contestant(iterate, drain, what=what, plan=plan, policy="" if plan else "ddp", model=model)
 
 
-def _predicted(kept: Plan | None, default: Plan, profile: Profile, network: Network) -> Plan:
-    """What is kept (torch's own sizes, where nothing is) with what the emulated profile says of it."""
-    if kept is None:
-        return default
-    same = kept.tensors == tuple(t.name for t in profile.tensors)
-    return planning.predict(kept, profile, network) if same else kept
+def _split(spec: Spec, x: Tensor, made: dict[str, Contestant]) -> Contestant:
+    """The best of the planner's all-split plans: reduce-scatter and all-gather for every bucket."""
+    network, share = _network(spec, made, "forward"), _update(made) / dist.get_world_size()
+    found = [
+        planning.plan(spec.profile, network, policy=policy, overlap="forward", optimizer=share, kinds=("split",))
+        for policy in SPLIT_POLICIES
+    ]
+    plans = list({p.buckets: p for p in reversed(found)}.values())[::-1][: spec.splits]
+
+    def build(plan: Plan) -> Contestant:
+        model: Any = dovetail.DistributedDataParallel(layered(spec.profile), plan=plan)
+        iterate, drain = two_lines(model, x)
+        return Contestant(iterate, drain, what=f"keeps {plan.policy}", plan=plan, model=model)
+
+    return _best(plans, build, spec)
+
+
+def _fsdp2(profile: Profile, x: Tensor) -> Contestant:
+    model: LayeredModel = layered(profile)
+    groups = blocks(model)
+    for modules in groups:
+        fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    heads: list[Any] = [modules[0] for modules in groups]
+    for i, head in enumerate(heads):
+        head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + PREFETCH])
+    # On a processor there are no streams: without this every all-gather would be waited for where it starts.
+    model._set_unshard_async_op(True)  # type: ignore[operator]
+    return Contestant(one_line(model, x, []), groups=len(groups))
+
+
+_BUILDERS: dict[str, Callable[[Spec, Tensor, dict[str, Contestant]], Contestant]] = {
+    "ddp": lambda spec, x, _: _ddp(spec, x),
+    "ddp-tuned": lambda spec, x, _: _best(spec.caps, lambda cap: _ddp(spec, x, cap=cap), spec),
+    "ddp-fp16": lambda spec, x, _: _ddp(spec, x, half=True),
+    "merge": _merge,
+    "both": lambda spec, x, _: _both(spec, x, "full"),
+    "bf16": lambda spec, x, _: _both(spec, x, "bf16"),
+    "int8": lambda spec, x, _: _both(spec, x, "int8"),
+    "split": _split,
+    "fsdp2": lambda spec, x, _: _fsdp2(spec.profile, x),
+}
 
 
 def plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
-    """Without an optimiser: it would compute on two shared cores what takes an emulated device next to nothing."""
+    """One iteration without an optimiser."""
 
     def iterate() -> None:
         model.zero_grad(set_to_none=True)
@@ -189,8 +256,22 @@ def plain(model: nn.Module, x: Tensor) -> Callable[[], None]:
     return iterate
 
 
+def one_line(model: nn.Module, x: Tensor, updates: list[float]) -> Callable[[], None]:
+    """One iteration with torch's optimiser; the seconds of its updates go to `updates`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        model(x).backward()
+        began = time.perf_counter()
+        optimizer.step()
+        updates.append(time.perf_counter() - began)
+
+    return iterate
+
+
 def two_lines(model: Any, x: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
-    """(one iteration of a model with overlap="forward", a wait for the parameters of the last iteration)."""
+    """(one iteration of a model with `dovetail.optimizer`, a wait for the parameters of the last iteration)."""
     optimizer: Any = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
 
     def iterate() -> None:
@@ -205,97 +286,91 @@ def two_lines(model: Any, x: Tensor) -> tuple[Callable[[], None], Callable[[], N
     return iterate, drain
 
 
-def _overlap(spec: Spec, network: Network, x: Tensor) -> Contestant:
-    """What dovetail keeps on its own with overlap="forward". The optimiser is needed: it sends the parameters."""
-    tuning = dovetail.Tuning(**spec.tuning)  # type: ignore[arg-type]
-    model: Any = dovetail.DistributedDataParallel(layered(spec.profile), overlap="forward", tuning=tuning)
-    iterate, drain = two_lines(model, x)
-    kept = _tuned(model, iterate)
-    drain()
-    default = planning.plan(spec.profile, network, policy="ddp", overlap="forward")
-    return Contestant(iterate, drain, _predicted(kept, default, spec.profile, network))
+def _update(made: dict[str, Contestant]) -> float:
+    """Seconds of the whole optimiser on the slowest rank."""
+    return _agreed([statistics.median(made["ddp"].updates)])[0]
 
 
-def _fsdp2(profile: Profile, x: Tensor) -> Contestant:
-    model: LayeredModel = layered(profile)
-    groups = blocks(model)
-    for modules in groups:
-        fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=False)
-    fully_shard(model, reshard_after_forward=False)
-    heads: list[Any] = [modules[0] for modules in groups]
-    for i, head in enumerate(heads):
-        head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + PREFETCH])
-    # On a processor there are no streams: without this every all-gather would be waited for where it starts.
-    model._set_unshard_async_op(True)  # type: ignore[operator]
-    return Contestant(plain(model, x), lambda: None, blocks=len(groups))
+def _network(spec: Spec, made: dict[str, Contestant], overlap: Overlap) -> Network:
+    """What dovetail measured while it trained: torch's all-reduces ("backward"), or the exchange's own collectives.
+
+    Where nothing that trained has measured it, it is measured here, without what computing adds.
+    """
+    for c in made.values():
+        report = c.model.report if c.model is not None else None
+        if report is not None and report.network is not None and report.overlap == overlap:
+            return report.network  # type: ignore[no-any-return]
+    halves: tuple[CollectiveName, ...] = () if overlap == "backward" else ("reduce_scatter", "all_gather")
+    return measure.network(
+        max_bytes=max(1024, min(32 * 2**20, spec.profile.parameter_bytes)),
+        collectives=("all_reduce", *halves),
+        budget=3.0 + 2 * len(halves),
+        name="emulated",
+        emulated=True,
+        via=functions(None) if halves else None,
+    )
+
+
+def _planned(c: Contestant, profile: Profile, networks: dict[Overlap, Network], update: float) -> dict[str, Any]:
+    """Buckets of a contestant and its prediction, as fields of `Entry`."""
+    plan = c.plan
+    if plan is None and c.policy:
+        plan = planning.plan(profile, networks["backward"], policy=c.policy)
+    if plan is None:
+        return {"buckets": c.groups, "kinds": {}}
+    own: Any = c.model.report if c.model is not None else None
+    tuned = own is not None and own.network is not None
+    network = own.network if tuned and own.overlap == plan.overlap else networks[plan.overlap]
+    same = plan.tensors == tuple(t.name for t in profile.tensors)
+
+    def seconds(p: Plan) -> float:
+        # torch's optimiser comes after the last all-reduce, whatever the buckets; planners may leave it out.
+        return p.prediction.iteration + (update if p.overlap == "backward" and not p.prediction.optimizer else 0.0)
+
+    return {
+        "buckets": len(plan.buckets),
+        "kinds": dict(Counter(b.kind if b.precision == "full" else f"{b.kind} {b.precision}" for b in plan.buckets)),
+        "predicted": seconds(planning.predict(plan, profile, network) if same else plan),
+        "promised": seconds(plan) if tuned and c.plan is not None else None,
+    }
+
+
+def _idle(c: Contestant, iterations: int) -> float | None:
+    """The link's idle share in recorded iterations of dovetail's exchange; plain merging records through a hook."""
+    if not iterations or c.model is None or c.plan is None or c.plan.overlap == "backward":
+        return None
+    dist.barrier()
+    with c.model.record() as recording:
+        for _ in range(iterations):
+            c.iterate()
+        c.drain()
+    return link_idle(recording.timeline())
+
+
+def _all_reduce_seconds(nbytes: int) -> dict[str, float]:
+    """Medians of the slowest rank's times of one all-reduce of all gradients, torch's and dovetail's ring."""
+    queue = functions(None)["all_reduce"]
+    flat = torch.ones(ring.padded(nbytes // 4, dist.get_world_size())).zero_()
+    found = {}
+    for name, run in (("torch", dist.all_reduce), ("ring", lambda flat: queue(flat).wait())):
+        seconds = []
+        for _ in range(REPEATS):
+            dist.barrier()
+            began = time.perf_counter()
+            run(flat)
+            seconds.append(time.perf_counter() - began)
+        found[name] = statistics.median(_agreed(seconds))
+    return found
 
 
 def _sent() -> int:
     return int(SENT.read_text()) if SENT.exists() else 0
 
 
-def training(steps: int) -> Any:
-    """Losses of a small transformer on the sources of Python's library, with DDP and with overlap, mean over ranks."""
-    text = _library()
-    curves = {}
-    for name in ("ddp", "overlap"):
-        torch.manual_seed(0)
-        net = _Transformer()
-        if name == "ddp":
-            model: nn.Module = TorchDDP(net)
-            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        else:
-            model = dovetail.DistributedDataParallel(net, overlap="forward")
-            optimizer = dovetail.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
-        draw = torch.Generator().manual_seed(1 + dist.get_rank())
-        losses = []
-        for _ in range(steps):
-            at = torch.randint(0, len(text) - 33, (8,), generator=draw)
-            rows = torch.stack([text[i : i + 33] for i in at.tolist()])
-            optimizer.zero_grad()
-            logits = model(rows[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        mean = torch.stack(losses)
-        dist.all_reduce(mean)
-        curves[name] = (mean / dist.get_world_size()).tolist()
-    return curves
-
-
-class _Transformer(nn.Module):
-    """Two blocks that predict the next byte."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.token, self.place = nn.Embedding(256, width), nn.Embedding(32, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        h = self.token(tokens) + self.place(torch.arange(length))
-        return self.head(self.blocks(h, mask=mask, is_causal=True))  # type: ignore[no-any-return]
-
-
-def _library() -> Tensor:
-    """A few hundred kilobytes of source text that every Python has."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join((folder / f"{name}.py").read_bytes() for name in ("argparse", "typing", "inspect", "subprocess"))
-    return torch.tensor(list(text), dtype=torch.int64)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    if sys.argv[1] == "training":
-        result = training(int(sys.argv[2]))
-    else:
-        result = contest(msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=Spec))
-    report(result)
+    report(contest(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)))
     leave()
 
 

@@ -33,6 +33,7 @@ NAMES = {
     "dovetail.cluster.looking": {"Cluster": "dovetail.cluster.web.cluster_section.ClusterSource"},
     "dovetail.fabric.looking": {"Running": "dovetail.fabric.page_source.FabricSource"},
     "dovetail.planning.burst": {"BurstPlanner": "dovetail.planning.burst.planner.BurstPlanner"},
+    "dovetail.train.data_parallel.ring": {"halves": "dovetail.train.data_parallel.wire.lane.functions"},
     "dovetail.planning.depth": {"plan": "dovetail.planning.depth.planner.plan"},
 }
 """Old module, or a package that was a module → the names it had, and what each is called today."""

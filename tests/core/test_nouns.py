@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.network import AffineCost, Collective, CostSample, Fit, Network, TableCost
-from dovetail.core.profile import Layer, LayerTime, exactly
+from dovetail.core.profile import Layer, LayerTime, combined_noise, doubt, exactly
 from dovetail.core.timeline import Span, Timeline, compare
 
 from .test_files import NETWORK, PLAN, PROFILE
@@ -96,8 +100,6 @@ def test_any_bucket_size_survives_the_way_through_mebibytes(nbytes: int) -> None
 
 
 def test_a_plan_for_several_dtypes_has_no_torch_keywords() -> None:
-    import msgspec
-
     with pytest.raises(Error, match="bfloat16, float32"):
         msgspec.structs.replace(PLAN, dtypes=("bfloat16", "float32")).ddp_kwargs()
 
@@ -125,3 +127,29 @@ def test_a_comparison_states_the_error_relative_to_what_happened() -> None:
     result = compare(spans(("a", "forward", 0, 9)), spans(("a", "forward", 1, 11)))
     assert result.error == pytest.approx(-0.1)
     assert result.by_kind["forward"] == (9, 10)
+
+
+def test_noise_and_contention_are_nothing_in_files_that_do_not_have_them() -> None:
+    for noun, fields in ((PROFILE, ("noise", "lost")), (NETWORK, ("noise", "lost", "contention", "reduced"))):
+        data = json.loads(files.encode(noun))
+        for field in fields:
+            del data[field]
+        assert files.decode(json.dumps(data), type(noun)) == noun
+    assert (PROFILE.noise, PROFILE.lost, NETWORK.noise, NETWORK.lost, NETWORK.contention) == (0, 0, 0, 0, None)
+
+
+def test_a_reduced_table_is_checked_like_any_other() -> None:
+    fit = Fit(latency=1e-3, seconds_per_byte=1e-8, error=0.0)
+    samples = tuple(CostSample(bytes=b, seconds=exactly(1.0)) for b in (2048, 1024))
+    wrong = msgspec.structs.replace(NETWORK, reduced={"int8": {"all_reduce": Collective(fit=fit, samples=samples)}})
+    with pytest.raises(ValueError, match=r"reduced\.int8\.all_reduce\.samples: expected ascending bytes"):
+        wrong.check()
+
+
+def test_a_gain_within_the_noise_of_its_inputs_is_doubted() -> None:
+    line = doubt(0.03, 0.12, 0.05)
+    assert line is not None
+    assert line.startswith("predicted gain 3.0 % is within the noise of the measurements (13.0 %): measure again")
+    assert doubt(0.14, 0.12, 0.05) is None
+    assert doubt(0.03) is None and doubt(0.0, 0.12) is None and doubt(-0.1, 0.12) is None
+    assert combined_noise(0.03, 0.04) == pytest.approx(0.05)

@@ -108,21 +108,20 @@ def measured() -> dict[str, Any]:
     import torch.distributed as dist
 
     from dovetail import measure
-    from dovetail.train.data_parallel import ring
-    from dovetail.train.data_parallel.ring import halves
+    from dovetail.train.data_parallel.wire.lane import functions
 
     group = dist.group.WORLD
     assert group is not None
     called = set()
 
-    def counted(name: Any, half: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    def counted(name: Any, one: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
         def call(flat: torch.Tensor) -> object:
             called.add(name)
-            return half(flat)
+            return one(flat)
 
         return call
 
-    via = {name: counted(name, half) for name, half in halves(ring.twin(group)).items()}
+    via = {name: counted(name, one) for name, one in functions(group).items()}
     network = measure.network(
         group, max_bytes=4096, collectives=("reduce_scatter", "all_gather"), repeats=3, budget=1.0, via=via
     )

@@ -54,8 +54,8 @@ class Slow(nn.Module):
 
 
 def measured(model: nn.Module, batch: Any, *, clock: Clock | None = None, **options: Any) -> Profile:
-    """A profile in few steps, checked and stored and read on the way."""
-    found = profile(model, batch, steps=options.pop("steps", 3), warmup=1, clock=clock, **options)
+    """A profile in few steps and no more, checked and stored and read on the way."""
+    found = profile(model, batch, steps=options.pop("steps", 3), warmup=1, budget=0, clock=clock, **options)
     found.check()
     assert files.decode(files.encode(found), Profile) == found
     assert found.tensors[-1].ready <= sum(layer.backward(found.batch) for layer in found.layers) + 1e-12

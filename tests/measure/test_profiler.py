@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from dovetail.measure import load, profile
 from dovetail.measure.clock import Clock
 from dovetail.measure.profiler import ready_times
 
-from .fakes import measured, times
+from .fakes import FakeClock, Work, measured, times
 
 
 def test_tied_weights_count_once_at_the_first_layer_that_runs() -> None:
@@ -130,6 +130,38 @@ def test_a_size_nobody_asked_for_is_left_out_where_the_model_refuses_it() -> Non
         profile(model, torch.randn(4, 4), batches=[1, 4], steps=1)
 
 
+class Counted(nn.Linear):
+    """Notes the size of every batch that it gets; a clock of its own says what passes take."""
+
+    def __init__(self, clock: FakeClock, seconds: Callable[[int], float]) -> None:
+        super().__init__(1, 1)
+        self.clock, self.seconds, self.sizes = clock, seconds, list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        return Work.apply(super().forward(x), self.clock, self.seconds(len(self.sizes)), 0.0)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_round_has_one_pass_of_every_batch_size() -> None:
+    model = Counted(clock := FakeClock(), lambda _: 1.0)
+    profile(model, torch.ones(4, 1), steps=3, warmup=1, clock=clock)
+    assert model.sizes == [4] + 4 * [4, 2, 1]  # one pass finds the layers
+
+
+def test_measuring_goes_on_until_the_times_have_settled() -> None:
+    steady = Counted(clock := FakeClock(), lambda _: 1.0)
+    found = profile(steady, torch.ones(1, 1), steps=4, warmup=0, clock=clock)
+    assert (len(steady.sizes), found.noise) == (1 + 4, 0.0)
+    settling = Counted(clock := FakeClock(), lambda count: 3.0 if count in (3, 5) else 1.0)
+    found = profile(settling, torch.ones(1, 1), steps=4, warmup=0, clock=clock)
+    assert 1 + 4 < len(settling.sizes) < 1 + 3 * 4 and found.noise < 0.03
+    never = Counted(clock := FakeClock(), lambda count: 1.0 + 0.1 * (count % 4))
+    told: list[str] = []
+    found = profile(never, torch.ones(1, 1), steps=4, warmup=0, clock=clock, progress=told.append)
+    assert len(never.sizes) == 1 + 3 * 4 and found.noise > 0.03
+    assert told[1:] == ["Counted: not settled yet, up to 8 steps more"]
+
+
 def test_batches_beyond_the_example_repeat_its_samples() -> None:
     seen: list[list[float]] = []
 
@@ -236,7 +268,9 @@ def test_built_in_models_profile_on_the_real_clock(spec: str, size: int) -> None
     assert found.parameter_bytes == sum(p.nbytes for p in work.model.parameters())
     assert found.parameter_bytes == sum(layer.parameter_bytes for layer in found.layers)
     assert found.forward_time() > 0
-    assert told[0] == f"{spec}: batch {size}, 3 steps"
+    assert told == [
+        f"{spec}: local batches {', '.join(str(size >> k) for k in range(size.bit_length()))}, 3 steps each"
+    ]
 
 
 def test_profiling_computes_the_gradients_that_training_would() -> None:

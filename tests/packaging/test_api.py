@@ -51,4 +51,4 @@ def test_ours_is_a_subclass_of_torchs_with_the_same_arguments() -> None:
 
     assert issubclass(dovetail.DistributedDataParallel, DistributedDataParallel)
     extra = set(inspect.signature(dovetail.DistributedDataParallel.__init__).parameters) - {"args", "kwargs"}
-    assert extra == {"self", "module", "plan", "tuning", "overlap"}
+    assert extra == {"self", "module", "plan", "tuning", "overlap", "memory", "precision"}

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from dovetail.core import files
 from dovetail.core.errors import Error
-from dovetail.core.network import Collective, Fit, Network
+from dovetail.core.network import Collective, Fit, Network, Precision
+from dovetail.core.plan import BucketKind
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Span, Timeline
 from dovetail.planning import plan
 from dovetail.planning.merge import stream as streams
 from dovetail.planning.merge.policies import COMPARED
 from dovetail.simulate import simulate
-from dovetail.simulate.iteration import hidden
+from dovetail.simulate.iteration import hidden, link_idle
 from dovetail.view import tracks
 from tests.planning.merge.oracle import made_network, made_profile
 
@@ -163,7 +164,11 @@ def test_with_forward_overlap_too_the_timeline_lasts_as_long_as_the_plan_predict
     assert timeline.duration == pytest.approx(made.prediction.iteration, rel=1e-12)
     assert timeline.busy("forward") == pytest.approx(made.prediction.forward, abs=1e-9)
     assert timeline.busy("backward") == pytest.approx(made.prediction.backward, abs=1e-9)
-    assert timeline.busy("optimizer") == pytest.approx(optimizer if made.bytes else 0.0, abs=1e-9)
+    # A whole bucket is updated on every rank, a split one in shards.
+    updated = sum(b.bytes * (workers if b.kind == "whole" else 1) for b in made.buckets)
+    assert timeline.busy("optimizer") == pytest.approx(
+        optimizer * updated / made.bytes if made.bytes else 0.0, abs=1e-9
+    )
     for name in ("rank 0/compute", "rank 0/network"):
         spans = sorted((s.start, s.stop) for s in timeline.spans if s.track == name)
         assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(spans)), "one thing at a time"
@@ -177,7 +182,8 @@ def spans(timeline: Timeline, prefix: str) -> dict[str, Span]:
 def test_every_bucket_is_gathered_before_forward_needs_it_and_reduced_after_backward_made_it() -> None:
     profile = made_profile([10, 20, 30], [1.0, 1.0, 1.0], forward=[1.0, 1.0, 1.0])
     net = network(0.1, 0.2, latency=0.0)
-    timeline = simulate(plan(profile, net, policy="per-tensor", overlap="forward"), profile, net)
+    timeline = simulate(plan(profile, net, policy="per-tensor", overlap="forward", kinds=("split",)), profile, net)
+    assert link_idle(timeline) == pytest.approx(2.0)
     gathers, scatters = spans(timeline, "all-gather"), spans(timeline, "reduce-scatter")
     assert list(gathers) == [f"all-gather {i} (1 tensor)" for i in (2, 1, 0)]
     assert [t for s in gathers.values() for t in (s.start, s.stop)] == pytest.approx([0, 6, 6, 10, 10, 12])
@@ -192,7 +198,7 @@ def test_every_bucket_is_gathered_before_forward_needs_it_and_reduced_after_back
 def test_every_communication_is_listed_with_the_layers_it_hid_behind() -> None:
     profile = made_profile([10, 10, 10], [1.0, 1.0, 1.0], forward=[2.0, 2.0, 2.0])
     net = network(0.05, 0.1, latency=0.0)
-    timeline = simulate(plan(profile, net, policy="per-tensor", overlap="forward"), profile, net)
+    timeline = simulate(plan(profile, net, policy="per-tensor", overlap="forward", kinds=("split",)), profile, net)
     found = {h.span.name.partition(" (")[0]: h for h in hidden(timeline)}
     assert found["all-gather 2"].behind == () and found["all-gather 2"].exposed == pytest.approx(1.0)
     assert [s.name for s in found["all-gather 1"].behind] == ["layer0"]
@@ -206,3 +212,37 @@ def test_with_forward_overlap_too_one_worker_communicates_with_nobody() -> None:
     profile, net = made_profile([10, 10], [1.0, 1.0]), network(1e-9, 1e-9)
     timeline = simulate(plan(profile, net, workers=1, overlap="forward"), profile, net)
     assert {s.kind for s in timeline.spans} == {"forward", "backward"}
+
+
+def test_spans_say_of_every_bucket_whether_it_is_whole_or_split_and_its_precision() -> None:
+    profile = made_profile([10, 20, 30], [1.0, 1.0, 1.0], forward=[1.0, 1.0, 1.0])
+    net = network(0.1, 0.2, latency=0.0)
+    whole = Collective(fit=Fit(latency=0.0, seconds_per_byte=0.3, error=0.0))
+    net = msgspec.structs.replace(
+        net, collectives={**net.collectives, "all_reduce": whole}, reduced={"int8": net.collectives}
+    )
+    made = plan(profile, net, policy="per-tensor", overlap="forward", kinds=("split",))
+    ways: tuple[tuple[BucketKind, Precision], ...] = (("split", "full"), ("whole", "full"), ("split", "int8"))
+    buckets = tuple(
+        msgspec.structs.replace(b, kind=kind, precision=bits)
+        for b, (kind, bits) in zip(made.buckets, ways, strict=True)
+    )
+    timeline = simulate(msgspec.structs.replace(made, buckets=buckets), profile, net)
+    assert [s.name for s in timeline.spans if s.kind == "communication"] == [
+        "all-gather 2 (1 tensor, int8)",
+        "all-gather 0 (1 tensor)",
+        "reduce-scatter 0 (1 tensor)",
+        "all-reduce 1 (1 tensor)",
+        "reduce-scatter 2 (1 tensor, int8)",
+    ]
+    # layer0 waits for its 6 s; layer1's bucket was reduced whole, and layer2's comes while layer1 computes.
+    assert [(s.name, s.start, s.stop) for s in timeline.spans if s.kind == "wait"] == [
+        ("wait for layer0", 0.0, pytest.approx(6.0))
+    ]
+    communicating = sum(s.duration for s in timeline.spans if s.kind == "communication")
+    assert link_idle(timeline) == pytest.approx(timeline.duration - communicating)
+
+
+def test_a_link_without_communication_idles_all_the_time() -> None:
+    profile = made_profile([10], [1.0], forward=[1.0])
+    assert link_idle(simulate(plan(profile, NETWORK, workers=1), profile, NETWORK)) == pytest.approx(2.0)

@@ -6,10 +6,12 @@ import io
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from dovetail.core.timeline import compare
+from dovetail.measure.presets import preset
 from dovetail.planning import compare as compare_policies
 from dovetail.planning import plan
 from dovetail.simulate import scale
@@ -148,3 +150,19 @@ def test_the_explanation_says_so_when_torchs_default_is_as_good_or_better() -> N
     assert "use it instead" in " ".join(explain.explain(worst, [ddp, worst], network))
     twin = plan(profile, network, policy="threshold:999")  # one bucket as well
     assert "the same buckets as single" in " ".join(explain.explain(twin, [worst, twin], network))
+
+
+def test_where_buckets_are_whole_or_split_tables_and_sentences_say_how_many_and_which() -> None:
+    job, network = example.profile(layers=40), preset("10gbe-16")
+    compared = compare_policies(job, network, overlap="forward", optimizer=0.001)
+    chosen = compared[0]
+    split = sum(b.kind == "split" for b in chosen.buckets)
+    whole = len(chosen.buckets) - split
+    printed = text(tables.plans(compared, chosen=chosen))
+    assert "whole+split" in printed and f"{whole}+{split}" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    sentences = " ".join(explain.explain(chosen, compared, network))
+    assert f"({whole} whole, {split} split with" in sentences and "the link is idle for" in sentences
+    coded = msgspec.structs.replace(chosen.buckets[0], kind="split", precision="int8")
+    mixed = msgspec.structs.replace(chosen, buckets=(coded, *chosen.buckets[1:]))
+    assert "split, int8" in text(tables.buckets(mixed))

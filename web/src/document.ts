@@ -22,7 +22,7 @@ export interface PolicyRow {
   name: string; buckets: number; iteration: number; exposed: number; bound: number; chosen: boolean;
   how: string;
 }
-export interface BucketRow { bytes: number; tensors: number; first: string; last: string }
+export interface BucketRow { bytes: number; tensors: number; first: string; last: string; kind: string }
 export interface PlanSection {
   title: string; sentences: string[]; policies: PolicyRow[]; buckets: BucketRow[]; drawn: DrawnTimeline[]; missing: string;
 }

@@ -11,13 +11,18 @@ import typer
 from . import console, inputs
 
 if TYPE_CHECKING:
-    from dovetail.core.network import CollectiveName, Network
+    from dovetail.core.network import CollectiveName, Contention, Network
+    from dovetail.core.profile import Profile
 
 MIB = 2**20
 MODEL = """mlp, cnn, gpt, resnet50; hf:resnet-50, hf:bert-base, hf:gpt2, hf:vit-base, with options as in
 "hf:bert-base?layers=4"; or a Python file that defines model(), batch(size) and, where needed, loss(output)."""
 EMULATED = "DOVETAIL_EMULATED"
 """Set for ranks whose network is rate-limited on purpose."""
+MaxNoise = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Refuse a result whose error is above this share; default: 0.5, never: 1."),
+]
 START_SECONDS = 90.0
 """What starting the ranks may take beside measuring, on a busy machine."""
 
@@ -37,6 +42,7 @@ def profile(
     graph: Annotated[
         bool, typer.Option("--graph", help="Also find out where the model branches, for `dovetail plan --burst`.")
     ] = False,
+    max_noise: MaxNoise = None,
     json: console.Json = False,
 ) -> None:
     """Measure a model: the time of every layer, and when each gradient is ready."""
@@ -67,6 +73,7 @@ def profile(
                 found = with_graph(found, workload.model, inputs=fills)
             except Error as e:
                 console.say(f"note: {e}")
+    _judge("repeated passes", found, max_noise)
     files.write(output, found)
     console.wrote(output)
     if json:
@@ -93,6 +100,14 @@ def network(
         str, typer.Option(metavar="NAME,NAME", help="What to measure; plans of buckets need all_reduce only.")
     ] = "all_reduce,reduce_scatter,all_gather,all_to_all",
     name: Annotated[str | None, typer.Option(help="The network's name.")] = None,
+    contention: Annotated[
+        bool | None,
+        typer.Option(
+            "--contention/--no-contention",
+            help="Also measure what computing and communicating cost each other; default: unless --rate is given.",
+        ),
+    ] = None,
+    max_noise: MaxNoise = None,
     json: console.Json = False,
 ) -> None:
     """Measure a network, or take the figures of a known one.
@@ -117,13 +132,24 @@ def network(
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if workers or rate:
             raise typer.BadParameter("--workers and --rate start ranks, but this already is one (RANK is set)")
-        measured = _measure_group(names, int(max_mib * MIB), seconds, name)
+        beside = contention is not False
+        measured = _measure_group(names, int(max_mib * MIB), seconds, name, contention=beside)
         if measured is None:
             return  # rank 0 speaks for all
         found = measured
     else:
         options = ["--max-mib", str(max_mib), "--seconds", str(seconds), "--collectives", ",".join(names)]
+        # The ranks leave the verdict to us. Devices behind an emulated link compute elsewhere, not on our cores.
+        options += [
+            "--max-noise",
+            "1",
+            "--no-contention" if contention is False or (rate and not contention) else "--contention",
+        ]
         found = _measure_here(workers or 2, rate, seconds, name, options)
+    if found.measured:
+        _judge("repeated collectives", found, max_noise)
+    if found.contention:
+        _tell_contention(found.contention)
     files.write(output, found)
     console.wrote(output)
     if json:
@@ -132,13 +158,37 @@ def network(
         console.show(tables.network(found))
 
 
+def _judge(repeats: str, found: Profile | Network, max_noise: float | None) -> None:
+    """Prints how noisy a measurement is and what others took; an Error if it says nothing."""
+    from dovetail.core.errors import Error
+    from dovetail.core.profile import NOISY, WORTHLESS
+    from dovetail.view.units import percent
+
+    said = f"{repeats} leave an error of {percent(found.noise)}; {percent(found.lost)} of the time was lost to others"
+    if found.noise > (WORTHLESS if max_noise is None else max_noise):
+        raise Error(f"worthless: {said}: measure again on a quiet machine, or accept it with --max-noise 1")
+    if found.noise > NOISY:
+        said += "; warning: gains below that error are not to be believed, measure again on a quiet machine"
+    console.say(said)
+
+
+def _tell_contention(found: Contention) -> None:
+    from dovetail.view.units import percent, seconds
+
+    console.say(
+        f"computing takes {percent(found.compute)} longer beside a collective, a collective takes "
+        f"{percent(found.collective)} longer beside computing; {seconds(found.gap)} between two collectives"
+    )
+
+
 def _measure_group(
-    collectives: list[CollectiveName], max_bytes: int, seconds: float, name: str | None
+    collectives: list[CollectiveName], max_bytes: int, seconds: float, name: str | None, *, contention: bool
 ) -> Network | None:
     """Measures the group that torchrun, or `_measure_here`, has started; the network on rank 0, None elsewhere."""
     import torch.distributed as dist
 
     from dovetail import measure
+    from dovetail.measure.contention import busy_device
 
     dist.init_process_group("nccl" if _has_nccl() else "gloo")
     try:
@@ -149,6 +199,7 @@ def _measure_group(
                 budget=seconds,
                 name=name,
                 emulated=EMULATED in os.environ,
+                compute=busy_device("cuda" if _has_nccl() else "cpu") if contention else None,
             )
         return found if dist.get_rank() == 0 else None
     finally:

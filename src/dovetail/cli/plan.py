@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from . import console, inputs
+from . import console, depth, inputs
 
 if TYPE_CHECKING:
-    from dovetail.core.depth_plan import DepthPlan
-    from dovetail.core.network import Network
     from dovetail.core.plan import Overlap
-    from dovetail.core.profile import Profile
+    from dovetail.planning.merge.cycle_choice import Memory
+    from dovetail.planning.merge.setting import Precisions
 
 ProfileFile = Annotated[Path, typer.Argument(metavar="job.json", help="A profile, from `dovetail profile`.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Ranks to plan for; default: the network's own.")]
@@ -32,6 +32,15 @@ class Behind(StrEnum):
     forward = "forward"
 
 
+class Bits(StrEnum):
+    """What may travel in fewer bits."""
+
+    full = "full"
+    bf16 = "bf16"
+    int8 = "int8"
+    auto = "auto"
+
+
 class Goal(StrEnum):
     """What --auto optimises."""
 
@@ -40,8 +49,8 @@ class Goal(StrEnum):
     throughput = "throughput"
 
 
-OVERLAP = """backward: all-reduces behind backward, as torch's DDP; forward: reduce-scatters behind backward and
-all-gathers behind the next forward."""
+OVERLAP = """backward: all-reduces behind backward, as torch's DDP; forward: each bucket is all-reduced (whole), or
+reduce-scattered behind backward and all-gathered behind the next forward (split)."""
 
 
 BELONGS = {
@@ -51,7 +60,8 @@ BELONGS = {
     "optimizer": ("", "--auto"),
     "png": ("", "--burst"),
     "devices": ("--burst", "--auto"),
-    "memory": ("--burst", "--auto"),
+    "precision": ("",),
+    "memory": ("", "--burst", "--auto"),
     "task": ("--burst", "--auto --objective throughput"),
     "amplification": ("--burst",),
     "objective": ("--auto",),
@@ -131,8 +141,16 @@ def plan(
         float | None, typer.Option(min=1, help="--burst: most device-time, in multiples of one device's.")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0, metavar="GIB", help="--burst, --auto: most memory of a rank, in GiB.")
+        str | None,
+        typer.Option(
+            metavar="time|shard|GIB",
+            help="--overlap forward: the fastest, or the most split buckets (1/n of the optimiser's state) within 2 % "
+            "of it. --burst, --auto: most memory of a rank, in GiB.",
+        ),
     ] = None,
+    precision: Annotated[
+        Bits, typer.Option(help="--overlap forward: fewer bits on the wire, in buckets where that saves time.")
+    ] = Bits.full,
     task: Annotated[
         float,
         typer.Option(
@@ -154,6 +172,9 @@ def plan(
         raise typer.BadParameter("--auto, --burst and --spb are several ways: give one")
     ways = ["--auto", f"--auto --objective {objective.value}"] if auto else ["--burst" if burst else ""]
     _only_what_belongs(ctx, ways if spb is None else ["--spb"])
+    gib = _gib(memory) if auto or burst else None
+    if not (auto or burst) and memory not in (None, "time", "shard"):
+        raise typer.BadParameter(f"--memory: expected time or shard (GiB with --burst or --auto), got {memory}")
     for path in (output or Path("plan.json" if spb is None else "depth.json"), png):
         inputs.not_an_input(path, profile, network)
     if burst:
@@ -165,7 +186,7 @@ def plan(
             devices=devices,
             batch=batch,
             amplification=amplification,
-            memory_gib=memory,
+            memory_gib=gib,
             task_ms=task,
             output=output or Path("plan.json"),
             png=png,
@@ -186,7 +207,7 @@ def plan(
             within=within,
             task_ms=task,
             statistics=allow_statistics,
-            memory_gib=memory,
+            memory_gib=gib,
             optimizer=optimizer,
             output=output or Path("plan.json"),
             json=json,
@@ -200,17 +221,22 @@ def plan(
 
     job, net = inputs.read_profile(profile), inputs.read_network(network)
     if spb is not None:
-        _plan_depth(job, net, spb, workers=workers, batch=batch, output=output or Path("depth.json"), json=json)
+        depth.plan(job, net, spb, workers=workers, batch=batch, output=output or Path("depth.json"), json=json)
         return
     output = output or Path("plan.json")
     with console.working("planning", brief=True):
         mode: Overlap = "forward" if overlap is Behind.forward else "backward"
-        chosen = planning.plan(job, net, workers=workers, batch=batch, policy=policy, overlap=mode, optimizer=optimizer)
-        compared = planning.compare(job, net, workers=workers, batch=batch, overlap=mode, optimizer=optimizer)
+        wanted: Memory = "shard" if memory == "shard" else "time"
+        bits: Precisions = precision.value
+        compare = partial(planning.compare, job, net, workers=workers, batch=batch, overlap=mode, optimizer=optimizer)
+        compared = compare(memory=wanted, precision=bits)
+        chosen = next((p for p in compared if p.policy == policy), None)
+        if chosen is None:
+            chosen = compare(memory=wanted, precision=bits, policies=[policy])[0]
         if mode == "forward" and "all_reduce" in net.collectives:
             compared.append(planning.plan(job, net, workers=workers, batch=batch, policy="ddp"))
         reducible = chosen.workers > 1 and "all_reduce" in net.collectives
-        partial = planner.compare(job, net, workers=workers, batch=batch) if reducible else []
+        shallow = planner.compare(job, net, workers=workers, batch=batch) if reducible else []
     if all(p.policy != chosen.policy for p in compared):
         compared = [chosen, *compared]
     if png:
@@ -224,10 +250,22 @@ def plan(
     if json:
         plans = [console.builtins(p) for p in tables.by_promise(compared)]
         result = {"chosen": chosen.policy, "written": str(output), "explanation": sentences, "plans": plans}
-        console.emit(result | {"partial": [_saving(p) for p in partial]})
+        console.emit(result | {"partial": [depth.saving(p) for p in shallow]})
     else:
-        savings = ["", depth_view.savings(partial)] if partial else []
+        savings = ["", depth_view.savings(shallow)] if shallow else []
         console.show(tables.plans(compared, chosen=chosen), "", *sentences, *savings)
+
+
+def _gib(memory: str | None) -> float | None:
+    if memory is None:
+        return None
+    try:
+        number = float(memory)
+    except ValueError:
+        number = -1.0
+    if not number >= 0:
+        raise typer.BadParameter(f"--memory: expected GiB, at least 0, got {memory}")
+    return number
 
 
 def _only_what_belongs(ctx: typer.Context, chosen: Sequence[str]) -> None:
@@ -239,39 +277,6 @@ def _only_what_belongs(ctx: typer.Context, chosen: Sequence[str]) -> None:
             where = " and ".join(w for w in ways if w)
             only = f"goes with {where} only" if "" not in ways else f"does not go with {chosen[0]}"
             raise typer.BadParameter(f"{option} {only}")
-
-
-def _plan_depth(
-    job: Profile, net: Network, policy: str, *, workers: int | None, batch: int | None, output: Path, json: bool
-) -> None:
-    """`dovetail plan --spb`: a depth plan beside what other policies would save."""
-    from dovetail.core import files
-    from dovetail.planning.depth import planner
-    from dovetail.view import depth as view
-
-    with console.working("planning", brief=True):
-        chosen = planner.plan(job, net, workers=workers, batch=batch, policy=policy)
-        compared = planner.compare(job, net, workers=workers, batch=batch)
-    if all(p.policy != chosen.policy for p in compared):
-        compared = [chosen, *compared]
-    files.write(output, chosen)
-    console.wrote(output)
-    if json:
-        plan = console.builtins(chosen)
-        console.emit(
-            {"chosen": policy, "written": str(output), "plan": plan, "partial": [_saving(p) for p in compared]}
-        )
-    else:
-        console.show(view.depths(chosen), "", view.savings(compared, chosen=chosen), "", *view.advice(chosen))
-
-
-def _saving(plan: DepthPlan) -> dict[str, Any]:
-    """A policy of partial backpropagation and the shares that it saves."""
-    from dataclasses import asdict
-
-    from dovetail.simulate.depth import savings
-
-    return {"policy": plan.policy, "saves": asdict(savings(plan))}
 
 
 def simulate(
@@ -295,7 +300,8 @@ def simulate(
     from dovetail.core.plan import Plan
     from dovetail.simulate.auto import timeline as predict
     from dovetail.simulate.depth import simulate_depth
-    from dovetail.view import burst, depth, tables
+    from dovetail.view import burst, tables
+    from dovetail.view import depth as depth_view
     from dovetail.view.timeline import TimelineView
 
     chosen = inputs.read_plan(plan)
@@ -306,7 +312,7 @@ def simulate(
     if isinstance(chosen, DepthPlan):
         named = network or chosen.network != "none"  # planned without a network, it is predicted without one
         net = (inputs.read_network(network) if network else inputs.network_of(plan, chosen)) if named else None
-        timeline, table = simulate_depth(chosen, job, net), depth.depths(chosen)
+        timeline, table = simulate_depth(chosen, job, net), depth_view.depths(chosen)
     else:
         net = inputs.read_network(network) if network else inputs.network_of(plan, chosen)
         table = burst.stages(chosen) if isinstance(chosen, BurstPlan) else tables.buckets(chosen)
@@ -331,7 +337,11 @@ def scale(
     network: Annotated[str, typer.Option(metavar="net.json", help=NETWORK)],
     workers: Annotated[str, typer.Option(help='"4..2048" doubles, "4,8,12" lists.')] = "4..2048",
     policies: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME", help="Only these policies; default: all of them.")
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Only these policies; default: all of them. `both` is --overlap forward: buckets whole or split.",
+        ),
     ] = None,
     techniques: Annotated[
         bool, typer.Option("--techniques", help="Every technique, and the best combination, in place of policies.")
@@ -352,10 +362,12 @@ def scale(
 
     from dovetail import simulate as predict
     from dovetail.planning.merge.policies import COMPARED
+    from dovetail.simulate.scale import BOTH
     from dovetail.view import tables
 
     job, net = inputs.read_profile(profile), inputs.read_network(network)
-    names = [n.strip() for n in policies.split(",")] if policies else list(COMPARED)
+    halves = {"reduce_scatter", "all_gather"} <= set(net.collectives)
+    names = [n.strip() for n in policies.split(",")] if policies else [*COMPARED, *([BOTH] if halves else [])]
     numbers = inputs.counts(workers)
     points = []
     with console.working("predicting", brief=not techniques) as step:

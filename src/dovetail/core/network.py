@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from .errors import Error
 from .files import MOST_COUNT, Bytes, Count, Name, Noun, Record, Seconds
-from .profile import Quantiles
+from .profile import Precision as Precision
+from .profile import Quantiles, Share
 
 CollectiveName = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 COLLECTIVES: tuple[CollectiveName, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -74,12 +75,23 @@ class Collective(Record, frozen=True, kw_only=True):
     fit: Fit
     samples: tuple[CostSample, ...] = ()
 
-    def cost(self) -> Cost:
+    def cost(self) -> AffineCost | TableCost:
         if len(self.samples) < 2:
             return AffineCost(self.fit.latency, self.fit.seconds_per_byte)
         # A larger message that measured faster is noise: take the running maximum.
         medians = np.maximum.accumulate([s.seconds.median for s in self.samples])
         return TableCost(tuple(float(s.bytes) for s in self.samples), tuple(float(m) for m in medians))
+
+
+class Contention(Record, frozen=True, kw_only=True):
+    """What computing and communicating cost each other when they run at the same time."""
+
+    gap: Seconds = 0.0
+    """Seconds between the end of one collective and the start of the next that was queued behind it."""
+    collective: Share = 0.0
+    """Share by which a collective takes longer while the devices compute: 0.05 is 5 %."""
+    compute: Share = 0.0
+    """Share by which computing takes longer while a collective is in flight."""
 
 
 class Network(Noun, frozen=True, kw_only=True):
@@ -99,41 +111,70 @@ class Network(Noun, frozen=True, kw_only=True):
     emulated: bool = False
     """True where latency was added or links were rate-limited on purpose."""
     collectives: Annotated[dict[CollectiveName, Collective], msgspec.Meta(min_length=1)]
+    reduced: dict[Precision, dict[CollectiveName, Collective]] = msgspec.field(default_factory=dict)
+    """Collectives that carry fewer bytes, codec included, by what travels; sizes are those of the tensors in memory."""
+    contention: Contention | None = None
+    """None where it was not measured; planners then take it as nothing."""
+    noise: Share = 0.0
+    """Relative error that repeated measurements leave in the time of a collective, at the noisiest collective."""
+    lost: Share = 0.0
+    """Share of the measuring time that disturbed repeats took beyond the undisturbed ones."""
 
     def check(self) -> None:
-        for name, collective in self.collectives.items():
+        tables = {f"collectives.{name}": found for name, found in self.collectives.items()}
+        for precision, among in self.reduced.items():
+            tables |= {f"reduced.{precision}.{name}": found for name, found in among.items()}
+        for field, collective in tables.items():
             sizes = [s.bytes for s in collective.samples]
             if sizes != sorted(set(sizes)):
-                raise ValueError(f"collectives.{name}.samples: expected ascending bytes, got {sizes}")
+                raise ValueError(f"{field}.samples: expected ascending bytes, got {sizes}")
 
-    def cost(self, collective: CollectiveName = "all_reduce", *, ranks: Count | None = None) -> Cost:
-        """The measured table where there is one, the affine law otherwise."""
-        found = self._find(collective)
+    def cost(
+        self,
+        collective: CollectiveName = "all_reduce",
+        *,
+        ranks: Count | None = None,
+        precision: Precision = "full",
+    ) -> Cost:
+        """What one of many collectives takes while the devices compute: what it takes alone, and the contention.
+
+        Alone it takes what the measured table says where there is one, the affine law otherwise.
+        """
+        alone = self._alone(collective, self.ranks if ranks is None else ranks, precision)
+        if self.contention is None or (ranks is not None and ranks < 2):
+            return alone
+        gap, factor = self.contention.gap, 1 + self.contention.collective
+        if isinstance(alone, AffineCost):
+            return AffineCost(alone.latency * factor + gap, alone.seconds_per_byte * factor)
+        return TableCost(alone.nbytes, tuple(t * factor + gap for t in alone.seconds))
+
+    def _alone(self, collective: CollectiveName, ranks: int, precision: Precision) -> AffineCost | TableCost:
+        found = self._find(collective, precision)
         base = found.cost()
-        if ranks is None or ranks == self.ranks:
+        if ranks == self.ranks:
             return base
-        if isinstance(base, AffineCost):
-            return self.affine(collective, ranks=ranks)
         latency_factor, byte_factor = self._factors(ranks)
-        nbytes = base.nbytes if isinstance(base, TableCost) else ()
+        if isinstance(base, AffineCost):
+            return AffineCost(base.latency * latency_factor, base.seconds_per_byte * byte_factor)
         seconds = tuple(
-            latency_factor * min(float(t), found.fit.latency) + byte_factor * max(0.0, float(t) - found.fit.latency)
-            for t in base(nbytes)
+            latency_factor * min(t, found.fit.latency) + byte_factor * max(0.0, t - found.fit.latency)
+            for t in base.seconds
         )
-        return TableCost(nbytes, seconds)
+        return TableCost(base.nbytes, seconds)
 
     def affine(self, collective: CollectiveName = "all_reduce", *, ranks: Count | None = None) -> AffineCost:
-        fit = self._find(collective).fit
+        """The affine law of a collective that runs alone."""
+        fit = self._find(collective, "full").fit
         latency_factor, byte_factor = self._factors(ranks or self.ranks)
         return AffineCost(fit.latency * latency_factor, fit.seconds_per_byte * byte_factor)
 
-    def _find(self, collective: CollectiveName) -> Collective:
-        if collective not in self.collectives:
-            have = ", ".join(self.collectives)
-            raise Error(
-                f"network {self.name!r} has no {collective} (it has {have}): measure it with `dovetail network`"
-            )
-        return self.collectives[collective]
+    def _find(self, collective: CollectiveName, precision: Precision) -> Collective:
+        among = self.collectives if precision == "full" else self.reduced.get(precision, {})
+        if collective not in among:
+            what = collective if precision == "full" else f"{collective} in {precision}"
+            have = ", ".join([*self.collectives, *(f"{c} in {p}" for p, found in self.reduced.items() for c in found)])
+            raise Error(f"network {self.name!r} has no {what} (it has {have}): measure it with `dovetail network`")
+        return among[collective]
 
     def _factors(self, ranks: int) -> tuple[float, float]:
         if ranks < 2:

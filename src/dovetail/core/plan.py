@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from .errors import Error
-from .files import Bytes, Count, Index, Name, Noun, Record, Seconds
-from .profile import Profile
+from .files import UPGRADES, Bytes, Count, Index, Name, Noun, Record, Seconds
+from .profile import Precision, Profile
 
 MIB = 2**20
 
 Overlap = Literal["backward", "forward"]
-"""Behind what communication hides: "backward" all-reduces gradients; "forward" reduce-scatters them behind backward and
-all-gathers the updated parameters behind the next forward."""
+"""Behind what communication hides: with "backward" behind the backward pass only; with "forward" every bucket has its
+own kind, and what is split hides behind the next forward pass too."""
+
+BucketKind = Literal["whole", "split"]
+"""How a bucket travels. "whole": it is all-reduced behind backward, every rank updates all of it, and nothing is left
+to gather. "split": it is reduce-scattered behind backward, every rank updates its n-th, and the new parameters are
+all-gathered behind the next forward."""
 
 
 class Bucket(Record, frozen=True, kw_only=True):
@@ -24,6 +29,9 @@ class Bucket(Record, frozen=True, kw_only=True):
     start: Index
     stop: Index
     bytes: Bytes
+    """Bytes of the gradients in memory, whatever the precision on the wire."""
+    kind: BucketKind = "whole"
+    precision: Precision = "full"
 
 
 class Prediction(Record, frozen=True, kw_only=True):
@@ -44,6 +52,7 @@ class Plan(Noun, frozen=True, kw_only=True):
     """Buckets of gradients for one model on one network: which algorithm made them, from what, and what it predicts."""
 
     kind: ClassVar[str] = "plan"
+    version: ClassVar[int] = 2
 
     policy: Name
     """The algorithm, by its name in `dovetail plan`."""
@@ -63,6 +72,11 @@ class Plan(Noun, frozen=True, kw_only=True):
     def check(self) -> None:
         at = 0
         for i, bucket in enumerate(self.buckets):
+            if self.overlap == "backward" and (bucket.kind, bucket.precision) != ("whole", "full"):
+                raise ValueError(
+                    f'buckets[{i}]: expected "whole" in "full" precision where the overlap is "backward", '
+                    f'got "{bucket.kind}" in "{bucket.precision}"'
+                )
             if bucket.start != at or bucket.stop <= bucket.start:
                 raise ValueError(
                     f"buckets[{i}]: expected to start at tensor {at} and hold at least one, "
@@ -108,6 +122,17 @@ class Plan(Noun, frozen=True, kw_only=True):
         _appliers[-1](self, target)
 
 
+def _all_split(old: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 knew no kinds: all buckets of a plan that overlaps with forward were split."""
+    buckets = old.get("buckets")
+    if old.get("overlap") != "forward" or not isinstance(buckets, list):
+        return old
+    return old | {"buckets": [b | {"kind": "split"} if isinstance(b, dict) else b for b in buckets]}
+
+
+UPGRADES["plan", 1] = _all_split
+
+
 _appliers: list[Callable[[Plan, Any], None]] = []
 
 
@@ -126,9 +151,13 @@ def from_cuts(
     batch: int,
     prediction: Prediction,
     overlap: Overlap = "backward",
+    kinds: Sequence[BucketKind] | None = None,
+    precisions: Sequence[Precision] | None = None,
 ) -> Plan:
-    """A plan from the end index of every bucket."""
+    """A plan from the end index of every bucket; without `kinds` all are whole, without `precisions` all full."""
     starts = [0, *cuts[:-1]]
+    every: list[BucketKind] = list(kinds) if kinds is not None else ["whole"] * len(cuts)
+    bits: list[Precision] = list(precisions) if precisions is not None else ["full"] * len(cuts)
     return Plan(
         policy=policy,
         profile=profile.name,
@@ -138,8 +167,8 @@ def from_cuts(
         tensors=tuple(t.name for t in profile.tensors),
         dtypes=tuple(sorted({t.dtype for t in profile.tensors})),
         buckets=tuple(
-            Bucket(start=a, stop=b, bytes=sum(t.bytes for t in profile.tensors[a:b]))
-            for a, b in zip(starts, cuts, strict=True)
+            Bucket(start=a, stop=b, bytes=sum(t.bytes for t in profile.tensors[a:b]), kind=kind, precision=precision)
+            for a, b, kind, precision in zip(starts, cuts, every, bits, strict=True)
         ),
         prediction=prediction,
         overlap=overlap,

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import math
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from .files import Bytes, Count, Index, Name, Noun, Record, Seconds
 
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=100.0)]
+"""A part of something, or an addition to it: 0.05 is 5 %."""
+
+Precision = Literal["full", "bf16", "int8"]
+"""What the bytes on the wire are: "full" is the tensors' own dtype."""
+
+NOISY = 0.1
+"""Noise from which a measurement is doubtful: people are told."""
+WORTHLESS = 0.5
+"""Noise above which a measurement says nothing: commands refuse it."""
+
 
 class Quantiles(Record, frozen=True, kw_only=True):
-    """A measured quantity: its median, and the tenth and ninetieth percentile."""
+    """A measured quantity: its median, and the tenth and ninetieth percentile.
+
+    Measurements that other processes disturbed are left out of all three, and of `samples`.
+    """
 
     median: Seconds
     low: Seconds
@@ -86,6 +101,10 @@ class Profile(Noun, frozen=True, kw_only=True):
     tensors: Annotated[tuple[ParameterTensor, ...], msgspec.Meta(min_length=1)]
     edges: tuple[tuple[Index, Index], ...] = ()
     """The layer graph where it branches, as (from, to); empty for a chain."""
+    noise: Share = 0.0
+    """Relative error that repeated measurements leave in the time of a pass, at the worst of the batches."""
+    lost: Share = 0.0
+    """Share of the measuring time in which the model could not run, because other processes did."""
 
     def check(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -149,6 +168,22 @@ class Profile(Noun, frozen=True, kw_only=True):
             ),
             tensors=tuple(msgspec.structs.replace(t, ready=t.ready * b) for t in self.tensors),
         )
+
+
+def combined_noise(*noises: float) -> float:
+    """Relative error of a prediction from inputs with these, such as a profile's and a network's noise."""
+    return math.sqrt(sum(noise**2 for noise in noises))
+
+
+def doubt(gain: float, *noises: float) -> str | None:
+    """One line if a predicted gain (0.03 is 3 %) is not above the noise of the measurements behind it, else None."""
+    noise = combined_noise(*noises)
+    if gain <= 0 or gain > noise:
+        return None
+    return (
+        f"predicted gain {gain:.1%} is within the noise of the measurements ({noise:.1%}): "
+        "measure again on a quiet machine"
+    ).replace("%", " %")
 
 
 def _at(batch: int, points: list[tuple[int, float]]) -> float:

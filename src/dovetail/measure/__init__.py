@@ -5,8 +5,9 @@ Begin with `profiler.py` (a model → Profile) and `collectives.py` (a process g
 """
 
 from .collectives import network
+from .contention import contention
 from .models import Workload, load
 from .presets import PRESETS, preset
 from .profiler import profile
 
-__all__ = ["PRESETS", "Workload", "load", "network", "preset", "profile"]
+__all__ = ["PRESETS", "Workload", "contention", "load", "network", "preset", "profile"]

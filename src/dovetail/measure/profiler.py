@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from dovetail.core.errors import Error, typed_line
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile
+from dovetail.core.profile import Layer, ParameterTensor, Profile
 
-from .stats import quantiles
+from .pass_rounds import Rounds, now
+from .stats import SETTLED
 
 if TYPE_CHECKING:
     import torch
@@ -20,9 +22,12 @@ if TYPE_CHECKING:
 
     from .batches import Batch, Loss
     from .clock import Clock
-    from .passes import ModelLayers, Pass
+    from .passes import ModelLayers
 
 R = TypeVar("R")
+
+MOST_ROUNDS = 3
+"""At most so many times the steps that were asked for are made where others disturb."""
 
 READY_QUANTILE = 0.1
 """Quantile that is taken of each gap between two gradients. A low one: an interruption of a single pass does not belong
@@ -37,16 +42,20 @@ def profile(
     batches: Sequence[int] | None = None,
     steps: int = 20,
     warmup: int = 3,
+    budget: float = 10.0,
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
     clock: Clock | None = None,
 ) -> Profile:
     """Measures forward and backward time of every layer, and when each parameter's gradient is ready.
 
-    One pass forward finds the layers and their order. Then, for each local batch size, `warmup` passes run unmeasured
-    and `steps` passes with a stamp at the entry of every layer, forward and backward, and one at every gradient. The
-    device is never waited for within a pass. Afterwards the model is as before: gradients, buffers, modes, random
-    state, no hooks.
+    One pass forward finds the layers and their order. Then `warmup` passes of each local batch size run unmeasured, and
+    `steps` rounds follow. A round is one pass of each size, with a stamp at the entry of every layer, forward and
+    backward, and one at every gradient: so a busy moment hits all sizes alike. The device is never waited for within a
+    pass. If the result has not settled by then, because other processes disturb, up to twice as many rounds more
+    follow, for at most `budget` seconds. Disturbed passes are left out layer by layer, and no layer takes longer than
+    with a larger batch. `Profile.noise` says what error is left, `Profile.lost` how much time went to others.
+    Afterwards the model is as before: gradients, buffers, modes, random state, no hooks.
 
     `batch` is a tensor, a tuple (positional arguments) or a dict (keyword arguments) of tensors whose first dimension
     counts the samples; it is cut or repeated for other batch sizes. `batches` are the sizes to measure: by default the
@@ -69,26 +78,46 @@ def profile(
     tell = progress or (lambda _: None)
     at = own if own in asked else asked[-1]
 
-    taken: dict[int, list[Pass]] = {}
-    left_out: dict[int, str] = {}
     with passes.untouched(model, device):
         once = training_pass(model, batch, at, device, loss)
         layers = _attempt(name, at, functools.partial(passes.find_layers, model, once))
-        for samples in reversed(asked):
-            forward = training_pass(model, batch, samples, device, loss)
-            tell(f"{name}: batch {samples}, {warmup + steps} steps")
-            try:
-                with passes.recording(model, layers, clock or DeviceClock(device)) as recorder:
-                    for step in range(warmup + steps):
-                        model.zero_grad(set_to_none=True)
+        runs = {samples: training_pass(model, batch, samples, device, loss) for samples in reversed(asked)}
+        # The host's clocks say nothing of an accelerator, nor of a clock that somebody else moves.
+        taken = Rounds(list(layers.modules), watched=clock is None and device.type == "cpu")
+        left_out: dict[int, str] = {}
+        with passes.recording(model, layers, clock or DeviceClock(device)) as recorder:
+
+            def one_round(*, measured: bool) -> None:
+                for samples, forward in list(runs.items()):
+                    model.zero_grad(set_to_none=True)
+                    begin = now()
+                    try:
                         done = _attempt(name, samples, functools.partial(recorder.run, forward))
-                        if step >= warmup:
-                            taken.setdefault(samples, []).append(done)
-            except Error as e:
-                if batches is not None or samples == own:
-                    raise
-                taken.pop(samples, None)  # nobody asked for this size: a batch norm cannot train on one sample
-                left_out[samples] = str(e)
+                    except Error as e:
+                        if batches is not None or samples == own:
+                            raise
+                        # Nobody asked for this size: a batch norm cannot train on one sample.
+                        del runs[samples]
+                        taken.drop(samples)
+                        left_out[samples] = str(e)
+                        continue
+                    if measured:
+                        taken.add(samples, done, begin, now())
+
+            tell(f"{name}: local batches {', '.join(map(str, runs))}, {warmup + steps} steps each")
+            for _ in range(warmup):
+                one_round(measured=False)
+            for _ in range(steps):
+                one_round(measured=True)
+            until, more = time.perf_counter() + budget, (MOST_ROUNDS - 1) * steps
+            if budget > 0 and taken.noise() > SETTLED:
+                tell(f"{name}: not settled yet, up to {more} steps more")
+            while more and time.perf_counter() < until and taken.noise() > SETTLED:
+                for _ in range(min(more, max(1, steps // 2))):
+                    one_round(measured=True)
+                    more -= 1
+                    if time.perf_counter() > until:
+                        break
     return _summary(model, layers, taken, at, name=name, device=device, left_out=left_out)
 
 
@@ -128,7 +157,7 @@ def _attempt(name: str, samples: int, run: Callable[[], R]) -> R:
 def _summary(
     model: nn.Module,
     layers: ModelLayers,
-    taken: dict[int, list[Pass]],
+    taken: Rounds,
     at: int,
     *,
     name: str,
@@ -137,30 +166,18 @@ def _summary(
 ) -> Profile:
     import torch
 
-    names = list(layers.modules)
     homes, sizes = _homes(layers)
-    times = {
-        layer: tuple(
-            LayerTime(
-                batch=samples,
-                forward=quantiles([p.forward.get(layer, 0.0) for p in taken[samples]]),
-                backward=quantiles([p.backward.get(layer, 0.0) for p in taken[samples]]),
-            )
-            for samples in sorted(taken)
-        )
-        for layer in names
-    }
+    times = {layer: taken.times(layer) for layer in layers.modules}
+    done = taken.passes[at]
     order, ready, unstable = ready_times(
-        [p.ready for p in taken[at]],
-        backward=sum(t.backward.median for layer in names for t in times[layer] if t.batch == at),
-        totals=[sum(p.backward.values()) for p in taken[at]],
+        [p.ready for p in done],
+        backward=sum(t.backward.median for own in times.values() for t in own if t.batch == at),
+        totals=[sum(p.backward.values()) for p in done],
     )
     parameters = dict(model.named_parameters())
-    notes = [f"measured by dovetail with torch {torch.__version__}", f"{len(taken[at])} steps per batch size"]
+    notes = [f"measured by dovetail with torch {torch.__version__}", f"{len(done)} steps per batch size"]
     if unstable:
-        notes.append(
-            f"gradients came in another order in {unstable} of {len(taken[at])} steps: the most common is given"
-        )
+        notes.append(f"gradients came in another order in {unstable} of {len(done)} steps: the most common is given")
     notes += [f"left out batch {samples} ({reason})" for samples, reason in left_out.items()]
     return Profile(
         name=name,
@@ -172,7 +189,7 @@ def _summary(
                 name=layer,
                 type=type(module).__name__,
                 parameter_bytes=sizes[layer],
-                activation_bytes=max(p.outputs.get(layer, 0) for p in taken[at]) // at,
+                activation_bytes=max(p.outputs.get(layer, 0) for p in done) // at,
                 times=times[layer],
             )
             for layer, module in layers.modules.items()
@@ -187,6 +204,8 @@ def _summary(
             )
             for tensor, when in zip(order, ready, strict=True)
         ),
+        noise=taken.noise(),
+        lost=taken.lost(),
     )
 
 

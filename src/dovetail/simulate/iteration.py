@@ -12,7 +12,8 @@ from dovetail.core.plan import Bucket, Plan
 from dovetail.core.profile import Profile
 from dovetail.core.timeline import Span, SpanKind, Timeline
 from dovetail.planning.merge import cycle as cycles
-from dovetail.planning.merge.stream import schedule, stream
+from dovetail.planning.merge.setting import MergeSetting, OverlapSetting, setting_of
+from dovetail.planning.merge.stream import schedule
 
 COMPUTE, NETWORK = "rank 0/compute", "rank 0/network"
 
@@ -29,22 +30,22 @@ def simulate(plan: Plan, profile: Profile, network: Network) -> Timeline:
     _check(plan, profile)
     if plan.overlap == "forward":
         return _two_phases(plan, profile, network)
-    gradients = stream(profile, batch=plan.batch)
-    cuts = [b.stop for b in plan.buckets]
+    setting = MergeSetting(profile, network, plan.workers, plan.batch)
+    gradients = setting.stream
     forward = profile.forward_time(plan.batch)
 
     spans = [*_forward(profile, plan.batch, until=forward)]
     spans += _backward(profile, plan.batch, start=forward, until=forward + gradients.backward)
     if plan.workers > 1:
-        times = schedule(gradients, cuts, network.cost("all_reduce", ranks=plan.workers))
-        spans += _channel("bucket", plan.buckets, times, forward)
+        times = schedule(gradients, [b.stop for b in plan.buckets], setting.cost)
+        spans += [_channel("bucket", i, plan.buckets[i], at, forward) for i, at in enumerate(times)]
     return _timeline(plan, profile, network, spans)
 
 
 def _two_phases(plan: Plan, profile: Profile, network: Network) -> Timeline:
-    forward, others, found = forward_overlap(plan, profile, network)
-    until = found.forward + profile.backward_time(plan.batch)
-    backward = _backward(profile, plan.batch, start=found.forward, until=until)
+    forward, others, setting = forward_overlap(plan, profile, network)
+    begins = forward[-1].stop
+    backward = _backward(profile, plan.batch, start=begins, until=begins + setting.stream.backward)
     return _timeline(plan, profile, network, [*forward, *backward, *others])
 
 
@@ -109,34 +110,49 @@ class Hidden:
     """Seconds of the communication in which nothing was computed."""
 
 
-def forward_overlap(plan: Plan, profile: Profile, network: Network) -> tuple[list[Span], list[Span], cycles.Phases]:
-    """The spans of forward with its waits, the spans of the network and of the optimiser, and the times of the phases.
+def forward_overlap(plan: Plan, profile: Profile, network: Network) -> tuple[list[Span], list[Span], OverlapSetting]:
+    """The spans of forward with its waits, the spans of the network and of the optimiser, and what they follow from.
 
-    The iteration starts with forward, while the parameters that the iteration before has updated are still being
-    gathered, the first layers' bucket first. A layer starts once its tensors are there.
+    The iteration starts with forward, while the parameters of split buckets that the iteration before has updated are
+    still being gathered, the first layers' bucket first. A layer starts once its tensors are there.
     """
-    total = max(1, plan.bytes)
-    found = cycles.phases(
-        cycles.cycle(
-            profile,
-            network.cost("reduce_scatter", ranks=plan.workers),
-            network.cost("all_gather", ranks=plan.workers),
-            batch=plan.batch,
-            update=cycles.by_bytes(plan.prediction.optimizer, total),
-        ),
-        [b.stop for b in plan.buckets],
-    )
-    spans = list(_forward_waiting(plan, profile, found))
-    others = []
+    setting = setting_of(plan, profile, network, workers=plan.workers, batch=plan.batch)
+    assert isinstance(setting, OverlapSetting), "the plan overlaps with forward"
+    found = cycles.phases(setting.cycle, setting.buckets(plan))
+    spans = list(_forward_waiting(plan, profile, found, setting.cycle.forward))
+    others: list[Span] = []
     if plan.workers > 1:
-        others += _channel("all-gather", plan.buckets, found.gathers, 0.0)[::-1]
-        others += _channel("reduce-scatter", plan.buckets, found.scatters, found.forward)
+        for i, at in reversed(list(enumerate(found.gathers))):
+            if at is not None:
+                others.append(_channel("all-gather", i, plan.buckets[i], at, 0.0))
+        for i, at in enumerate(found.reductions):
+            what = "all-reduce" if plan.buckets[i].kind == "whole" else "reduce-scatter"
+            others.append(_channel(what, i, plan.buckets[i], at, found.forward))
     if plan.prediction.optimizer:
         for i, (start, stop) in enumerate(found.updates):
             name = f"update {i}" if len(found.updates) > 1 else "update"
             start, stop = found.forward + start, found.forward + stop
             others.append(Span(track=COMPUTE, name=name, kind="optimizer", start=start, stop=stop))
-    return spans, others, found
+    return spans, others, setting
+
+
+def link_idle(timeline: Timeline) -> float:
+    """Seconds of a timeline in which nothing is communicated; where ranks differ, of the one that idles longest."""
+    tracks: dict[str, list[tuple[float, float]]] = {}
+    for span in timeline.spans:
+        if span.kind == "communication":
+            tracks.setdefault(span.track, []).append((span.start, span.stop))
+    # The timeline may begin after 0, where it was recorded.
+    origin = min((span.start for span in timeline.spans), default=0.0)
+    end = max((span.stop for span in timeline.spans), default=0.0)
+    found = [end - origin] if not tracks else []
+    for spans in tracks.values():
+        idle, at = 0.0, origin
+        for start, stop in sorted(spans):
+            idle += max(0.0, start - at)
+            at = max(at, stop)
+        found.append(idle + max(0.0, end - at))
+    return max(found)
 
 
 def hidden(timeline: Timeline) -> list[Hidden]:
@@ -157,13 +173,19 @@ def hidden(timeline: Timeline) -> list[Hidden]:
     return found
 
 
-def _forward_waiting(plan: Plan, profile: Profile, found: cycles.Phases) -> Iterator[Span]:
-    """Layers in order; the time that a layer waits for its parameters is a span of its own."""
+def _forward_waiting(plan: Plan, profile: Profile, found: cycles.Phases, computing: float) -> Iterator[Span]:
+    """Layers in order; the time that a layer waits for its parameters is a span of its own.
+
+    `computing`: seconds of forward without waiting, contention included.
+    """
     there = [0.0] * len(profile.layers)
     if plan.workers > 1:
-        for bucket, (_, gathered) in zip(plan.buckets, found.gathers, strict=True):
-            for tensor in profile.tensors[bucket.start : bucket.stop]:
-                there[tensor.layer] = max(there[tensor.layer], gathered)
+        for bucket, times in zip(plan.buckets, found.gathers, strict=True):
+            if times is not None:
+                for tensor in profile.tensors[bucket.start : bucket.stop]:
+                    there[tensor.layer] = max(there[tensor.layer], times[1])
+    total = profile.forward_time(plan.batch)
+    factor = computing / total if total else 1.0
     at = 0.0
     for i, layer in enumerate(profile.layers):
         start = min(max(at, there[i]), found.forward)
@@ -171,19 +193,18 @@ def _forward_waiting(plan: Plan, profile: Profile, found: cycles.Phases) -> Iter
             yield Span(track=COMPUTE, name=f"wait for {layer.name}", kind="wait", start=at, stop=start)
         # The pass ends when the plan says: a sum in another order than the plan's may differ by rounding.
         last = i + 1 == len(profile.layers)
-        at = found.forward if last else min(start + layer.forward(plan.batch), found.forward)
+        at = found.forward if last else min(start + factor * layer.forward(plan.batch), found.forward)
         yield Span(track=COMPUTE, name=layer.name, kind="forward", start=start, stop=at)
 
 
-def _channel(what: str, buckets: tuple[Bucket, ...], times: list[tuple[float, float]], origin: float) -> list[Span]:
-    return [
-        Span(
-            track=NETWORK,
-            name=f"{what} {i} ({b.stop - b.start} tensor{'s' if b.stop - b.start > 1 else ''})",
-            kind="communication",
-            start=origin + start,
-            stop=origin + stop,
-            bytes=b.bytes,
-        )
-        for i, (b, (start, stop)) in enumerate(zip(buckets, times, strict=True))
-    ]
+def _channel(what: str, i: int, bucket: Bucket, times: tuple[float, float], origin: float) -> Span:
+    count = bucket.stop - bucket.start
+    held = f"{count} tensor{'s' if count > 1 else ''}"
+    return Span(
+        track=NETWORK,
+        name=f"{what} {i} ({held}{f', {bucket.precision}' if bucket.precision != 'full' else ''})",
+        kind="communication",
+        start=origin + times[0],
+        stop=origin + times[1],
+        bytes=bucket.bytes,
+    )

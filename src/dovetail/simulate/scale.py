@@ -16,6 +16,8 @@ from dovetail.planning.merge.policies import COMPARED
 
 from .auto import choose
 
+BOTH = "both"
+"""Name of the plans in which every bucket is whole or split (`overlap="forward"`, policy auto)."""
 AUTO = "auto"
 """Name of the best combination of all techniques."""
 
@@ -40,11 +42,15 @@ def scale(
     """Predicts an iteration for every number of workers and every policy, in the order in which they are given.
 
     The network's costs are extrapolated to other numbers of ranks by the ring law; every policy plans for each number.
+    All policies merge all-reduces behind backward, except `both`, which also splits buckets.
     """
     points = []
     for count in workers:
         for policy in policies:
-            made = plan(profile, network, workers=count, policy=policy)
+            if policy == BOTH:
+                made = plan(profile, network, workers=count, overlap="forward")
+            else:
+                made = plan(profile, network, workers=count, policy=policy)
             alone = made.prediction.forward + made.prediction.backward
             # A profile without any time computes as fast on many workers as on one.
             efficiency = alone / made.prediction.iteration if made.prediction.iteration else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dovetail.core.network import Network
+from dovetail.core.network import CollectiveName, Network
 from dovetail.core.plan import Plan
 
 from . import units
@@ -25,9 +25,10 @@ def explain(chosen: Plan, compared: Sequence[Plan], network: Network, *, baselin
         return [lines[0] + ". One worker communicates with nobody: there is nothing to plan."]
     lines[0] += _communication(chosen, network)
     lines.append(
-        f"Chosen: {chosen.policy}{_same(chosen, compared)}, {units.count(len(chosen.buckets), 'bucket')}: predicted "
+        f"Chosen: {chosen.policy}{_same(chosen, compared)}, {units.count(len(chosen.buckets), 'bucket')}"
+        f"{_kinds(chosen)}: predicted "
         f"{units.seconds(r.iteration)} per iteration, of which {units.seconds(r.exposed)} is communication that "
-        f"nothing hides."
+        f"nothing hides{_idle(chosen, network)}."
     )
     base = next((p for p in sorted(compared, key=lambda p: p.overlap) if p.policy == baseline), None)
     if base is not None and (chosen.policy, chosen.overlap) != (baseline, base.overlap):
@@ -43,8 +44,7 @@ def explain(chosen: Plan, compared: Sequence[Plan], network: Network, *, baselin
     if chosen.overlap == "forward":
         lines[-1] = (
             "Predicted from the profile and the network, nothing ran: "
-            'dovetail.DistributedDataParallel(model, overlap="forward") '
-            "and dovetail.optimizer(optimizer, model) do it."
+            "dovetail.DistributedDataParallel(model) and dovetail.optimizer(optimizer, model) do it."
         )
     return lines
 
@@ -55,11 +55,45 @@ def _communication(chosen: Plan, network: Network) -> str:
     if chosen.overlap == "backward":
         whole = float(network.cost("all_reduce", ranks=chosen.workers)(chosen.bytes))
         return f", and one all-reduce of all {size} of gradients {units.seconds(whole)}."
-    scatter, gather = (
+    halves = [
         units.seconds(float(network.cost(half, ranks=chosen.workers)(chosen.bytes)))
         for half in ("reduce_scatter", "all_gather")
+        if half in network.collectives
+    ]
+    if len(halves) < 2:
+        whole = float(network.cost("all_reduce", ranks=chosen.workers)(chosen.bytes))
+        return f", and one all-reduce of all {size} of gradients {units.seconds(whole)}."
+    return (
+        f", one reduce-scatter of all {size} of gradients {halves[0]}, and one all-gather of the parameters "
+        f"{halves[1]}."
     )
-    return f", one reduce-scatter of all {size} of gradients {scatter}, and one all-gather of the parameters {gather}."
+
+
+def _kinds(chosen: Plan) -> str:
+    """How many buckets are whole and how many split, and which share of the bytes is split or in fewer bits."""
+    if chosen.overlap == "backward":
+        return ""
+    split = [b for b in chosen.buckets if b.kind == "split"]
+    share = units.percent(sum(b.bytes for b in split) / chosen.bytes) if chosen.bytes else "0 %"
+    text = f" ({len(chosen.buckets) - len(split)} whole, {len(split)} split with {share} of the bytes"
+    for precision in ("bf16", "int8"):
+        if count := sum(b.precision == precision for b in chosen.buckets):
+            text += f", {count} in {precision}"
+    return f"{text})"
+
+
+def _idle(chosen: Plan, network: Network) -> str:
+    """How long the link has nothing to do in an iteration."""
+    if chosen.overlap == "backward":
+        return ""
+    used = 0.0
+    for b in chosen.buckets:
+        needed: tuple[CollectiveName, ...] = ("all_reduce",) if b.kind == "whole" else ("reduce_scatter", "all_gather")
+        costs = [network.cost(name, ranks=chosen.workers, precision=b.precision) for name in needed]
+        used += sum(float(cost(b.bytes)) for cost in costs)
+    idle = max(0.0, chosen.prediction.iteration - used)
+    share = units.percent(idle / chosen.prediction.iteration) if chosen.prediction.iteration else "0 %"
+    return f"; the link is idle for {units.seconds(idle)} ({share})"
 
 
 def _same(chosen: Plan, compared: Sequence[Plan]) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.core.network import Collective, CostSample, Network
-from dovetail.core.plan import Plan
+from dovetail.core.plan import Bucket, Plan
 from dovetail.core.profile import Layer, Profile
 from dovetail.core.timeline import Comparison, Timeline
 
@@ -90,13 +90,15 @@ def plans(compared: Sequence[Plan], *, chosen: Plan | None = None, baseline: str
     # Of two plans of that name torch's own is the one that overlaps with backward only.
     base = next((p for p in sorted(compared, key=lambda p: p.overlap) if p.policy == baseline), None)
     mixed = len({p.overlap for p in compared}) > 1
-    columns = ["   policy", ">buckets", ">iteration", ">exposed", ">above bound"]
+    kinds = any(p.overlap == "forward" for p in compared)
+    columns = ["   policy", ">whole+split" if kinds else ">buckets", ">iteration", ">exposed", ">above bound"]
     table = plain_table(*columns, *([f">against {baseline}"] if base else []))
     for p in by_promise(compared):
         r, mark = p.prediction, chosen is not None and (p.policy, p.overlap) == (chosen.policy, chosen.overlap)
         name = f"{p.policy} (all-reduce)" if mixed and p.overlap == "backward" else p.policy
-        row = [f"{'->' if mark else '  '} {name}", f"{len(p.buckets):,}", units.seconds(r.iteration)]
-        row += [units.seconds(r.exposed), above(r.iteration, r.lower_bound)]
+        whole, split = (f"{sum(b.kind == kind for b in p.buckets):,}" for kind in ("whole", "split"))
+        row = [f"{'->' if mark else '  '} {name}", f"{whole}+{split}" if kinds else f"{len(p.buckets):,}"]
+        row += [units.seconds(r.iteration), units.seconds(r.exposed), above(r.iteration, r.lower_bound)]
         if base:
             row.append(above(r.iteration, base.prediction.iteration))
         table.add_row(*row, style="bold" if mark else "")
@@ -121,19 +123,31 @@ def buckets(p: Plan) -> RenderableType:
         f"predicted iteration {units.seconds(r.iteration)}: forward {units.seconds(r.forward)}, "
         f"backward {units.seconds(r.backward)}, {updating}exposed communication {units.seconds(r.exposed)}",
     ]
-    table = plain_table(">bucket", ">size", ">tensors", "first ready", "last ready")
+    forward = p.overlap == "forward"
+    table = plain_table(">bucket", *(["kind"] if forward else []), ">size", ">tensors", "first ready", "last ready")
     for i, b in list(enumerate(p.buckets))[:MAX_ROWS]:
-        table.add_row(str(i), units.size(b.bytes), str(b.stop - b.start), p.tensors[b.start], p.tensors[b.stop - 1])
+        kind = [bucket_kind(b)] if forward else []
+        ends = p.tensors[b.start], p.tensors[b.stop - 1]
+        table.add_row(str(i), *kind, units.size(b.bytes), str(b.stop - b.start), *ends)
     parts: list[RenderableType] = [*map(Text, lines), table]
     if len(p.buckets) > MAX_ROWS:
         parts.append(Text(f"… and {units.count(len(p.buckets) - MAX_ROWS, 'more bucket')}", style="dim"))
     return Group(*parts)
 
 
+def bucket_kind(bucket: Bucket) -> str:
+    """How a bucket travels: "split", or "split, int8" where fewer bits do."""
+    return bucket.kind if bucket.precision == "full" else f"{bucket.kind}, {bucket.precision}"
+
+
 def hidden(timeline: Timeline) -> RenderableType:
     """Every communication in order of time: what of it nothing hides, and behind which layers the rest goes on."""
     from dovetail.simulate.iteration import hidden as found
+    from dovetail.simulate.iteration import link_idle
 
+    idle = link_idle(timeline)
+    share = f" ({units.percent(idle / timeline.duration)})" if timeline.duration else ""
+    last = Text(f"the link is idle for {units.seconds(idle)} of {units.seconds(timeline.duration)}{share}")
     table = plain_table("communication", ">size", ">takes", ">exposed", "behind")
     rows = found(timeline)
     for h in rows[:MAX_ROWS]:
@@ -141,9 +155,8 @@ def hidden(timeline: Timeline) -> RenderableType:
         behind = " … ".join(dict.fromkeys(ends))
         sizes = units.size(h.span.bytes), units.seconds(h.span.duration), units.seconds(h.exposed)
         table.add_row(h.span.name, *sizes, behind)
-    if len(rows) <= MAX_ROWS:
-        return table
-    return Group(table, Text(f"… and {units.count(len(rows) - MAX_ROWS, 'more')}", style="dim"))
+    more = [Text(f"… and {units.count(len(rows) - MAX_ROWS, 'more')}", style="dim")] if len(rows) > MAX_ROWS else []
+    return Group(table, *more, last)
 
 
 def comparison(c: Comparison) -> RenderableType:

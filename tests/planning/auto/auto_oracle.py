@@ -13,7 +13,8 @@ from dovetail.planning.auto.search import Score, throughput
 from dovetail.planning.burst.cost import NetworkLinks, ProfileCost
 from dovetail.planning.burst.planner import BurstPlanner
 from dovetail.planning.depth import planner as depths
-from dovetail.planning.merge.planner import MergeSetting, OverlapSetting
+from dovetail.planning.merge.cycle import Bucketing
+from dovetail.planning.merge.setting import MergeSetting, OverlapSetting
 from tests.planning.merge.oracle import partitions
 
 
@@ -70,9 +71,10 @@ def everything(q: Question) -> Iterator[tuple[str, AnyPlan]]:
         plain = MergeSetting(q.profile, q.network, g, q.batch // g)
         both = OverlapSetting(q.profile, q.network, g, q.batch // g, optimizer=q.optimizer)
         for cuts in partitions(plain.stream):
-            yield "merging", plain.of("given", cuts)
-            if g > 1:
-                yield "overlap", both.of("given", cuts)
+            yield "merging", plain.of("given", plain.given(cuts))
+            for ways in itertools.product(range(len(both.cycle.ways)), repeat=len(cuts) if g > 1 else 0):
+                if ways:
+                    yield "overlap", both.of("given", Bucketing(tuple(cuts), ways))
         if g > 1 and q.statistics:
             for name in ("ladder", "balanced", "guard"):
                 yield "partial", depths.plan(q.profile, q.network, workers=g, policy=name, batch=q.batch // g)

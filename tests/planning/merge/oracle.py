@@ -5,15 +5,18 @@ Nothing here uses the planners' own code for feasibility or for the finish.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.core.network import AffineCost, Collective, Cost, Fit, FloatArray, Network, TableCost
+from dovetail.core.network import AffineCost, Collective, Cost, Fit, FloatArray, Network, Precision, TableCost
+from dovetail.core.plan import BucketKind
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
+from dovetail.planning.merge.cycle import Bucketing, Cycle, Way
 from dovetail.planning.merge.stream import Stream
 
 
@@ -54,6 +57,76 @@ def finish(stream: Stream, cuts: list[int], cost: Cost, *, overhead: float = 0.0
     for start, stop in itertools.pairwise([0, *cuts]):
         time = max(time, stream.ready[stop - 1]) + float(cost(sum(stream.sizes[start:stop]))) + overhead
     return time
+
+
+def bucketings(made: Cycle) -> Iterator[Bucketing]:
+    """Every partition with every way for every bucket."""
+    for cuts in partitions(made.backward):
+        for ways in itertools.product(range(len(made.ways)), repeat=len(cuts)):
+            yield Bucketing(tuple(cuts), ways)
+
+
+class Played:
+    """Iterations played through on one channel and one device, with no formula of the planner's."""
+
+    def __init__(self, profile: Profile, made: Cycle, *, iterations: int = 3) -> None:
+        self.profile, self.iterations = profile, iterations
+        self.forward = [layer.forward(profile.batch) for layer in profile.layers]
+        self.kinds = [way.kind for way in made.ways]
+        self.costs = [tuple(map(_remembered, (way.reduce, way.gather, way.update))) for way in made.ways]
+
+    def __call__(self, bucketing: Bucketing) -> float:
+        """Seconds from the start of the last forward but one to that of the last."""
+        profile = self.profile
+        buckets = list(itertools.pairwise([0, *bucketing.cuts]))
+        size = [sum(t.bytes for t in profile.tensors[a:b]) for a, b in buckets]
+        kinds, costs = [self.kinds[w] for w in bucketing.ways], [self.costs[w] for w in bucketing.ways]
+        there = [0.0] * len(buckets)
+        now = channel = 0.0
+        starts = []
+        for _ in range(self.iterations):
+            starts.append(now)
+            for index, seconds in enumerate(self.forward):
+                for b, (i, j) in enumerate(buckets):
+                    if any(t.layer == index for t in profile.tensors[i:j]):
+                        now = max(now, there[b])
+                now += seconds
+            assert channel <= now + 1e-9, "the network is free when backward starts"
+            began, reduced = now, []
+            for (_, stop), nbytes, (reduce, _, _) in zip(buckets, size, costs, strict=True):
+                channel = max(channel, began + profile.tensors[stop - 1].ready) + reduce(nbytes)
+                reduced.append(channel)
+            now = began + profile.backward_time()
+            for nbytes, at, (_, _, update) in zip(size, reduced, costs, strict=True):
+                now = max(now, at) + update(nbytes)
+            channel = now
+            for b in reversed(range(len(buckets))):
+                if kinds[b] == "split":
+                    channel += costs[b][1](size[b])
+                there[b] = channel if kinds[b] == "split" else now
+        starts.append(now)
+        return starts[-1] - starts[-2]
+
+
+def _remembered(cost: Cost | None) -> Callable[[int], float]:
+    return functools.cache(lambda nbytes: 0.0 if cost is None else float(cost(nbytes)))
+
+
+def random_ways(rng: random.Random, most: int) -> tuple[Way, ...]:
+    """One to four ways of any costs: both kinds, and one of them in fewer bits."""
+    update = rng.random() < 0.5
+    kinds: list[tuple[BucketKind, Precision]] = [("whole", "full"), ("split", "full"), ("split", "int8")]
+    chosen = rng.choice([kinds[:1], kinds[1:2], kinds[:2], kinds[:2], kinds])
+    return tuple(
+        Way(
+            kind,
+            precision,
+            random_cost(rng, most),
+            random_cost(rng, most) if kind == "split" else None,
+            random_cost(rng, most) if update else None,
+        )
+        for kind, precision in chosen
+    )
 
 
 def random_stream(rng: random.Random, n: int, *, limits: bool = True) -> Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
 
-from .overlap_scenarios import OPTIMIZERS, both, difference, loss, refusal
+from .overlap_scenarios import OPTIMIZERS, both, difference, loss, of_kinds, refusal
 
 ORDERS = (
     "sync silent sync step",
@@ -51,6 +52,9 @@ def play(model: Any, optimizer: Any, order: str) -> None:
     for step, act in enumerate(order.split()):
         if act == "step":
             optimizer.step()
+        elif act == "move":
+            if isinstance(model, dovetail.DistributedDataParallel):
+                optimizer.move(*of_kinds(model, ("sw", "w", "s", "ssw")[step % 4], every=1 + step % 5))
         elif act in ("zero", "none"):
             optimizer.zero_grad(set_to_none=act == "none")
         elif act == "aside":
@@ -77,6 +81,33 @@ def lone() -> list[str]:
         model, optimizer = both(OPTIMIZERS["sgd"])[1]
         said.append(refusal(lambda m=model, o=optimizer, way=order: play(m, o, way)))  # type: ignore[misc]
     return [*said, refusal(lambda: next(model.parameters()).grad.sum())]
+
+
+def random_programs(seed: int, count: int) -> list[str]:
+    """Random orders of everything above, re-planning included, in which ours is not where torch's is."""
+    draw, wrong = random.Random(seed), []  # the same on all ranks
+    for _ in range(count):
+        order = program(draw)
+        kinds = draw.choice(("s", "w", "ws", "wws"))
+        pairs = both(OPTIMIZERS["sgd"], kinds=kinds)
+        for model, optimizer in pairs:
+            play(model, optimizer, order)
+        if not difference(pairs[1][0], pairs[0][0]) < 1e-11:
+            wrong.append(f"{kinds}: {order}")
+    return wrong
+
+
+def program(draw: random.Random) -> str:
+    """Up to twelve acts; a step comes only where no gradient is a rank's own, as torch's users must see to it too."""
+    acts: list[str] = []
+    lone = True
+    for _ in range(draw.randint(3, 12)):
+        act = draw.choice(("sync", "sync", "silent", "zero", "none", "aside", "step", "step", "move"))
+        if (act == "step" and lone) or (act == "move" and (not acts or acts[-1] != "step")):
+            continue
+        acts.append(act)
+        lone = act == "silent" or (lone and act not in ("sync", "none"))
+    return " ".join([*acts, "sync", "step"])
 
 
 class Hollow(nn.Module):
@@ -110,7 +141,7 @@ def hollow() -> dict[str, Any]:
             model(x).square().mean().backward()
             optimizer.step()
         if step in (1, 3):  # as the tuner does
-            sharded.move(list(range(count)), [count] if step == 1 else list(range(1, count + 1)))
+            sharded.move(*of_kinds(ours, "s" if step == 1 else "ws", every=count if step == 1 else 1))
     expected, stored = (optimizer.state_dict()["state"] for _, optimizer in pairs)
     shapes = [[{k: list(v.shape) for k, v in s.items()} for s in state.values()] for state in (stored, expected)]
     again = make(Hollow().parameters())

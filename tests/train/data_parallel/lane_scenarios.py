@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def train(way: str, folder: Path) -> None:
         optimizer.zero_grad()
         model(batch(step, rank)).square().mean().backward()
         if step == STEPS - 1 and rank == 0:
-            model.exchange.lane.submit("a pause", lambda: _wait_for([folder / str(r) for r in range(1, ranks)]))
+            model.exchange.lane.submit("a pause", lambda: _pause([folder / str(r) for r in range(1, ranks)]))
         optimizer.step()
     if rank == 0:
         torch.save(model.module.state_dict(), folder / "kept.pt")
@@ -62,6 +63,11 @@ def train(way: str, folder: Path) -> None:
         (folder / str(rank)).touch()
     if way.startswith("destroys"):
         dist.destroy_process_group()
+
+
+def _pause(paths: list[Path]) -> Iterator[None]:
+    yield
+    _wait_for(paths)
 
 
 def _wait_for(files: list[Path]) -> None:

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import dovetail
 from dovetail.core import files
 from dovetail.core.plan import Bucket, Plan, Prediction
-from dovetail.train.data_parallel import ring
 from dovetail.train.data_parallel.module import PLAN_VARIABLE
+from dovetail.train.data_parallel.wire import ring
 
 from .overlap_scenarios import OPTIMIZERS, Bag, both, difference, loss, refusal
 
@@ -94,7 +94,8 @@ def by_hand() -> Plan:
         tensors=tuple(names),
         dtypes=("float64",),
         buckets=tuple(
-            Bucket(start=a, stop=b, bytes=sum(sizes[n] for n in names[a:b])) for a, b in pairwise([0, *ends])
+            Bucket(start=a, stop=b, bytes=sum(sizes[n] for n in names[a:b]), kind="whole" if a == 1 else "split")
+            for a, b in pairwise([0, *ends])
         ),
         prediction=Prediction(iteration=0.0, forward=0.0, backward=0.0, exposed=0.0, lower_bound=0.0),
         overlap="forward",
@@ -118,11 +119,6 @@ def given() -> dict[str, Any]:
         "planned": [list(plan.tensors[b.start : b.stop]) for b in plan.buckets],
         "report": ours.report.plan == plan,
         "other model": refusal(lambda: dovetail.DistributedDataParallel(nn.Linear(4, 4), overlap="forward", plan=plan)),
-        "other mode": refusal(
-            lambda: dovetail.DistributedDataParallel(
-                Bag(), overlap="forward", plan=msgspec.structs.replace(plan, overlap="backward")
-            )
-        ),
     }
 
 
@@ -132,11 +128,13 @@ def named(folder: str) -> dict[str, Any]:
     mine = Path(folder, str(dist.get_rank()))
     mine.mkdir()
     files.write(mine / "plan.json", plan)
-    files.write(mine / "other.json", msgspec.structs.replace(plan, overlap="backward"))
+    files.write(mine / "other.json", msgspec.structs.replace(plan, tensors=("other", *plan.tensors[1:])))
     found: dict[str, Any] = {"planned": [list(plan.tensors[b.start : b.stop]) for b in plan.buckets]}
 
     def wrapped() -> Any:
-        return dovetail.DistributedDataParallel(Bag(), overlap="forward")
+        model = dovetail.DistributedDataParallel(Bag(), overlap="forward")
+        dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        return model
 
     try:
         os.environ[PLAN_VARIABLE] = str(mine / "plan.json")
@@ -170,28 +168,32 @@ def dropped() -> list[bool]:
 
 
 def rings(elements: int, piece: int) -> dict[str, bool]:
-    """Both halves against plain sums, in pieces of so many bytes."""
+    """The three collectives against plain sums, in pieces of so many bytes; two of them on their way at once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     group = ring.twin(None)
     whole = ring.padded(elements, ranks)
     real, ring.PIECE = ring.PIECE, piece
     try:
         inputs = [torch.arange(whole, dtype=torch.float64) * (r + 1) + r for r in range(ranks)]
-        mine = ring.reduce_scatter(inputs[rank].clone(), group)
         expected = sum(inputs)
         assert isinstance(expected, torch.Tensor)
         share = expected.view(ranks, -1)[rank]
-        out = torch.zeros(whole, dtype=torch.float64)
-        ring.all_gather(share.clone(), out, group)
-        inside = torch.zeros(whole, dtype=torch.float64)
-        inside.view(ranks, -1)[rank].copy_(share)
-        ring.all_gather(inside.view(ranks, -1)[rank], inside, group)
+        scattered, gathered = inputs[rank].clone(), torch.zeros(whole, dtype=torch.float64)
+        first = ring.reduce_scatter(scattered, group)
+        next(first, None)
+        reduced = inputs[rank].clone()
+        second = ring.all_reduce(reduced, group, tag=10**6)
+        next(second, None)
+        ring.finish(first)
+        ring.finish(second)
+        gathered.view(ranks, -1)[rank].copy_(share)
+        ring.finish(ring.all_gather(gathered, group))
     finally:
         ring.PIECE = real
     return {
-        "reduced": torch.equal(mine, share),
-        "gathered": torch.equal(out, expected),
-        "in place": torch.equal(inside, expected),
+        "scattered": torch.equal(scattered.view(ranks, -1)[rank], share),
+        "reduced": torch.equal(reduced, expected),
+        "gathered": torch.equal(gathered, expected),
     }
 
 

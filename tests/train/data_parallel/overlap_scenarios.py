@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 from collections.abc import Callable, Iterable
+from itertools import accumulate, cycle, pairwise
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import dovetail
+from dovetail.core.plan import Bucket, BucketKind
 from dovetail.train.data_parallel.arriving import Arriving
 
-from .scenarios import QUICK, STEPS, batch, net
+from .scenarios import QUICK, STEPS, batch, net, preferring
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 CAP = 0.002  # MiB: a dozen buckets in these small models
@@ -74,11 +76,27 @@ def loss(model: nn.Module, step: int, **given: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch, **given).flatten(0, 1), batch.roll(1).flatten())
 
 
-def both(make: Make, *, idle: bool = False, **keywords: Any) -> list[tuple[Any, Any]]:
-    """(model, optimiser) of torch's and of ours, equal at the start."""
+def both(make: Make, *, idle: bool = False, kinds: str = "ws", **keywords: Any) -> list[tuple[Any, Any]]:
+    """(model, optimiser) of torch's and of ours, equal at the start; ours with buckets of these kinds in turn."""
     theirs = TorchDDP(Bag(idle=idle), **keywords)
-    ours = dovetail.DistributedDataParallel(Bag(idle=idle), overlap="forward", bucket_cap_mb=CAP, **keywords)
-    return [(theirs, make(theirs.parameters())), (ours, dovetail.optimizer(make(ours.parameters()), ours))]
+    ours = dovetail.DistributedDataParallel(Bag(idle=idle), bucket_cap_mb=CAP, **keywords)
+    optimizer = dovetail.optimizer(make(ours.parameters()), ours)
+    optimizer.move(*of_kinds(ours, kinds))
+    return [(theirs, make(theirs.parameters())), (ours, optimizer)]
+
+
+def of_kinds(model: Any, kinds: str, *, every: int | None = None) -> tuple[list[int], list[Bucket]]:
+    """The order and buckets of a model, or buckets of `every` so many parameters, whole (w) and split (s) in turn."""
+    now = model.exchange.buckets
+    order = [i for bucket in now for i in bucket.members]
+    cuts = list(accumulate(len(b.members) for b in now)) if every is None else [*range(every, len(order), every)]
+    cuts = sorted({*cuts, len(order)})
+    spelt: dict[str, BucketKind] = {"w": "whole", "s": "split"}
+    buckets = [
+        Bucket(start=a, stop=b, bytes=0, kind=spelt[kind])
+        for (a, b), kind in zip(pairwise([0, *cuts]), cycle(kinds), strict=False)
+    ]
+    return order, buckets
 
 
 def difference(ours: nn.Module, theirs: nn.Module) -> float:
@@ -94,9 +112,9 @@ def clip(model: nn.Module, optimizer: Any, most: float, kind: float = 2.0) -> fl
     return float(nn.utils.clip_grad_norm_(model.parameters(), most, kind))
 
 
-def follows(optimizer: str) -> dict[str, Any]:
+def follows(optimizer: str, kinds: str = "ws") -> dict[str, Any]:
     """Plain steps; and what every rank keeps."""
-    (theirs, their_optimizer), (ours, our_optimizer) = both(OPTIMIZERS[optimizer])
+    (theirs, their_optimizer), (ours, our_optimizer) = both(OPTIMIZERS[optimizer], kinds=kinds)
     for step in range(6):
         for model, opt in ((theirs, their_optimizer), (ours, our_optimizer)):
             opt.zero_grad()
@@ -246,7 +264,7 @@ def _evaluated(model: Any) -> list[torch.Tensor]:
 
 
 def planned() -> dict[str, Any]:
-    """Through the whole of planning, on real steps, and beyond it."""
+    """Through the whole of planning, on real steps, and beyond it; the third contestant is made to win."""
     theirs = TorchDDP(Bag())
     ours: Any = dovetail.DistributedDataParallel(Bag(), overlap="forward", bucket_cap_mb=CAP, tuning=QUICK)
     a, make = OPTIMIZERS["adam"](theirs.parameters()), OPTIMIZERS["adam"]
@@ -257,16 +275,18 @@ def planned() -> dict[str, Any]:
         for model, opt in ((theirs, a), (ours, b)):
             opt.zero_grad()
             loss(model, step).backward()
-            opt.step()
-        layouts.add(tuple(bucket.members for bucket in ours.exchange.buckets))
+            with preferring(2):
+                opt.step()
+        layouts.add((ours.exchange.active, tuple(bucket.members for bucket in ours.exchange.buckets)))
     report = ours.report
-    kept = [report.plan.tensors[k.start : k.stop] for k in report.plan.buckets]
+    kept = [report.plan.tensors[k.start : k.stop] for k in report.plan.buckets] if report.plan else []
     return {
         "difference": difference(ours, theirs),
         "before": before,
         "state": report.state,
         "reason": report.reason,
         "layouts": len(layouts),
+        "reducers": len({active for active, _ in layouts}),
         "kept": [list(names) for names in kept],
         "used": [[ours.exchange.slots[i].name for i in bucket.members] for bucket in ours.exchange.buckets],
         "explained": ours.explain(),
@@ -354,4 +374,4 @@ def hinted() -> str:
     model = dovetail.DistributedDataParallel(net(), tuning=QUICK)
     for step in range(8):
         model(batch(step)).sum().backward()
-    return next(line for line in model.explain().splitlines() if "overlap" in line)
+    return next(line for line in model.explain().splitlines() if "second line" in line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import dovetail
 
-from .overlap_scenarios import CAP, OPTIMIZERS, Bag, both, difference, loss
+from .overlap_scenarios import CAP, OPTIMIZERS, Bag, both, difference, loss, of_kinds
 
 
 def stored(folder: str) -> dict[str, Any]:
@@ -72,16 +73,23 @@ def resumed(folder: str) -> dict[str, float]:
 
 
 def rebucketed() -> dict[str, Any]:
-    """New buckets in the middle of training, gradients standing, state and all."""
+    """New buckets of other kinds in the middle of training, gradients standing, state and all; torch's reducer too."""
     (theirs, a), (ours, b) = both(OPTIMIZERS["adam"])
     count = len(ours.exchange.slots)
-    layouts = [(list(range(count)), [count]), (list(reversed(range(count))), list(range(1, count + 1)))]
-    for step in range(6):
+    charge: list[Callable[[], None]] = [
+        lambda: ours.use_exchange(*of_kinds(ours, "s", every=count)),
+        lambda: ours.use_reducer(None),
+        lambda: ours.use_reducer([0.001, 1.0]),
+        lambda: ours.use_exchange(*of_kinds(ours, "w", every=3)),
+        lambda: ours.use_exchange(*of_kinds(ours, "sw", every=1)),
+    ]
+    for step in range(12):
         for model, opt in ((theirs, a), (ours, b)):
             loss(model, step).backward()
             opt.step()
-            if step == 4:
+            if step in (4, 5, 8):
                 opt.zero_grad()
-        if step in (1, 3):
-            b.move(*layouts[step // 2])
+        if step % 2:
+            charge[step // 2 % 5]()
+    charge[4]()
     return {"difference": difference(ours, theirs), "buckets": len(ours.exchange.buckets), "count": count}

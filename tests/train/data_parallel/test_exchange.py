@@ -12,6 +12,8 @@ from . import exchange_scenarios
 from .exchange_scenarios import IDLE_ORDERS, ORDERS
 from .test_forward_overlap import CLOSE
 
+SEED = 20261118
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
@@ -22,6 +24,7 @@ def found() -> dict[str, list[Any]]:
         "thrown away": (exchange_scenarios.thrown_away, {}),
         "lone": (exchange_scenarios.lone, {}),
         "hollow": (exchange_scenarios.hollow, {}),
+        "random": (exchange_scenarios.random_programs, {"seed": SEED, "count": 60}),
     }
     reports = run_all(list(calls.values()))
     return {name: [rank[k] for rank in reports] for k, name in enumerate(calls)}
@@ -50,3 +53,9 @@ def test_a_gradient_that_was_never_sent_is_refused_in_one_line(found: dict[str, 
 def test_parameters_without_elements_are_trained_stored_and_moved(found: dict[str, list[Any]]) -> None:
     for result in found["hollow"]:
         assert result["empty"] == 0 and result["difference"] < CLOSE and result["same form"]
+
+
+def test_random_orders_of_passes_zeroing_steps_and_new_buckets_give_torchs_parameters(
+    found: dict[str, list[Any]],
+) -> None:
+    assert found["random"] == [[], []]

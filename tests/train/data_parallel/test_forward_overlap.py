@@ -23,6 +23,8 @@ HANG = 280  # seconds after which a process counts as hung, also on a busy machi
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     **{name: (overlap_scenarios.follows, {"optimizer": name}) for name in overlap_scenarios.OPTIMIZERS},
+    "all split": (overlap_scenarios.follows, {"optimizer": "adam", "kinds": "s"}),
+    "all whole": (overlap_scenarios.follows, {"optimizer": "adam", "kinds": "w"}),
     "groups": (overlap_scenarios.grouped_and_scheduled, {}),
     "accumulated": (overlap_scenarios.accumulated, {}),
     "clipped": (overlap_scenarios.clipped, {}),
@@ -62,7 +64,7 @@ def two(kept: str) -> Runs:
 @pytest.fixture(scope="module")
 def four(two: Runs, kept: str) -> Runs:
     """The same on four ranks, which also go on from what two have stored."""
-    names = ("sgd", "adam", "accumulated", "clipped", "used by one", "rebucketed")
+    names = ("sgd", "adam", "all split", "all whole", "accumulated", "clipped", "used by one", "rebucketed")
     return _runs({**{n: CALLS[n] for n in names}, "resumed": (overlap_state.resumed, {"folder": kept})}, 4)
 
 
@@ -84,8 +86,10 @@ def test_four_ranks_come_to_torchs_parameters_too(four: Runs) -> None:
 
 def test_optimiser_state_takes_its_nth_of_the_memory(runs: tuple[int, Runs]) -> None:
     ranks, of = runs
-    shares = [result["share"] for result in of("adam")]
+    shares = [result["share"] for result in of("all split")]
     assert sum(shares) == pytest.approx(1.0) and max(shares) < 1.03 / ranks + 0.01
+    assert [result["share"] for result in of("all whole")] == [1.0] * ranks
+    assert all(1 / ranks < result["share"] < 1.0 for result in of("adam"))
 
 
 def test_parameter_groups_and_schedulers_of_the_torch_optimiser_take_effect(two: Runs) -> None:
@@ -133,9 +137,9 @@ def test_planning_tries_bucketings_on_real_steps_and_uses_the_one_it_keeps(two: 
     for result in two("planned"):
         assert result["difference"] < CLOSE
         assert (result["state"], result["reason"], result["watching"]) == ("done", "", False)
-        assert result["layouts"] > 2 and result["used"] == result["kept"]
+        assert result["layouts"] > 2 and result["reducers"] == 2 and result["used"] == result["kept"]
         assert "not wrapped with dovetail.optimizer yet" in result["before"]
-        for line in ("reduce-scatter", "all-gather", "buckets of torch's sizes", "is predicted to take"):
+        for line in ("reduce-scatter", "all-gather", "torch's own buckets", "kept"):
             assert line in result["explained"]
     assert two("planned")[0]["used"] == two("planned")[1]["used"]
 
@@ -144,18 +148,18 @@ def test_a_stored_plan_is_followed_from_the_first_step_on(two: Runs) -> None:
     for result in two("given"):
         assert result["difference"] < CLOSE
         assert result["used"] == result["planned"] and result["report"]
-        assert "is only in" in result["other model"] and "--overlap forward" in result["other mode"]
+        assert "is only in" in result["other model"]
 
 
 def test_a_plan_that_the_environment_names_is_followed_and_one_that_does_not_fit_refused(two: Runs) -> None:
     for result in two("named"):
         assert result["used"] == result["planned"] and result["report"]
-        assert "--overlap forward" in result["other"] and "no such file" in result["missing"]
+        assert "is only in" in result["other"] and "no such file" in result["missing"]
 
 
 def test_without_the_second_line_explain_says_what_it_would_gain(two: Runs) -> None:
     first, second = two("hinted")
-    assert first == second and "overlap='forward' with dovetail.optimizer" in first and "predicted" in first
+    assert first == second and "a second line, dovetail.optimizer" in first and "predicted" in first
 
 
 def test_state_is_stored_as_torch_stores_it_for_any_number_of_ranks(two: Runs, four: Runs, kept: str) -> None:
@@ -171,8 +175,8 @@ SAID = {
     "adafactor": "Adafactor may need whole parameters",
     "twice": "has one already",
     "stranger": "not one of the model's",
-    "plain model": "overlap='forward'",
-    "word": "expected 'forward' or None, got 'backward'",
+    "plain model": "wrapped with dovetail.DistributedDataParallel",
+    "word": "expected one of 'forward', None, got 'backward'",
     "sparse": "sparse",
     "dtypes": "expected one dtype",
     "hook": "communication hook",

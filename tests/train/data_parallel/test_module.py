@@ -30,8 +30,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         **{name: (scenarios.follows_torch, given) for name, given in FOLLOWING.items()},
         "half a percent": (scenarios.near_tie, {"gain": 0.005}),
         "three percent": (scenarios.near_tie, {"gain": 0.03}),
-        "steady steps": (scenarios.doubtful, {"spread": 0.02}),
-        "unsteady steps": (scenarios.doubtful, {"spread": 0.2}),
         "accumulates": (scenarios.accumulates, {}),
         "falls back": (scenarios.falls_back, {}),
         "says so once": (scenarios.says_so_once, {}),
@@ -60,14 +58,13 @@ def test_parameters_equal_those_of_torch_bit_for_bit_while_planning_and_after(ru
 def test_candidates_that_are_clearly_slower_run_one_round_only(runs: Runs) -> None:
     first, second = runs("keeps a plan")
     assert first["dropped"] == second["dropped"] == [False, False, True]
-    assert first["trials"] == [4, 4, 2]
+    assert first["trials"] == [16, 16, 2]
     assert "kept" in first["explained"] and "50.0% less time a step" in first["explained"]
 
 
 def test_a_plan_must_be_measurably_faster_to_replace_torchs_buckets(runs: Runs) -> None:
     assert runs("half a percent") == ["torch's own buckets"] * 2
     assert runs("three percent") == ["plan threshold:0.02"] * 2
-    assert runs("steady steps") == [True, True] and runs("unsteady steps") == [False, False]
 
 
 def test_accumulation_and_evaluation_on_one_rank_only_do_not_disturb_planning(runs: Runs) -> None:
@@ -88,8 +85,6 @@ def test_where_planning_cannot_work_it_is_torchs_ddp_and_says_why(runs: Runs) ->
             "dtypes": "float32, float64",
             "sparse": "sparse",
             "compiled": "compiled",
-            "hook": "communication hook",
-            "builtin hook": "communication hook",
         }.items():
             assert words in result[name][0]
 
@@ -149,7 +144,6 @@ def test_state_goes_both_ways_between_torchs_ddp_and_ours(runs: Runs) -> None:
         assert all(result.values()), result
 
 
-def test_subclasses_are_made_as_themselves_or_refused_in_one_line(runs: Runs) -> None:
+def test_subclasses_are_made_as_themselves_with_a_second_line_and_without(runs: Runs) -> None:
     for result in runs("subclasses"):
-        assert result["plain"] == ["Mine", True] and result["overlapping"] == ["Theirs", True]
-        assert "expected dovetail.DistributedDataParallel itself, got its subclass" in result["refused"]
+        assert result == {"plain": "Mine", "overlapping": "Mine"}

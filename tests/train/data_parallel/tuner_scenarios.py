@@ -13,15 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
 from dovetail import Tuning
 from dovetail.train import agree
+from dovetail.train.data_parallel import tuner as tuner_module
 from dovetail.train.data_parallel.module import DistributedDataParallel
 
-from .scenarios import QUICK, STEPS, batch, net, preferring, same_gradients
+from .scenarios import batch, net, preferring, same_gradients
+
+QUICK = Tuning(warmup=1, measure=3, candidates=3, steps=2, duel=5, duel_steps=1, network_seconds=0.2)
+AFTER = 4
+"""Iterations with the kept plan."""
 
 Habit = Callable[[TorchDDP, int], None]
 
@@ -111,28 +115,16 @@ def keeps(habit: str) -> dict[str, Any]:
         return model  # type: ignore[no-any-return]
 
     theirs, ours = TorchDDP(build()), DistributedDataParallel(build(), tuning=QUICK)
-    different = []
-    for number in range(STEPS):
+    different, after = [], 0
+    for number in range(QUICK.most + AFTER):
         for model in (theirs, ours):
             HABITS[habit](model, number)
         if not same_gradients(ours, theirs):
             different.append(number)
+        after += ours.report.state == "done"
+        if after == AFTER:
+            break
     return {"different": different, "state": ours.report.state, "kept": ours.report.plan is not None}
-
-
-def hook_while_trying() -> dict[str, Any]:
-    """A communication hook that comes in the middle of a trial is in charge from then on, with torch's buckets."""
-    theirs, ours = TorchDDP(net()), DistributedDataParallel(net(), tuning=QUICK)
-    different = []
-    for number in range(14):
-        for model in (theirs, ours):
-            if number == 9:
-                model.register_comm_hook(None, fp16_compress_hook)
-            step(model, number)
-        if not same_gradients(ours, theirs):
-            different.append(number)
-    sizes = [m._get_ddp_logging_data()["rebuilt_bucket_sizes"] for m in (ours, theirs)]
-    return {"different": different, "reason": ours.report.reason, "same buckets": sizes[0] == sizes[1]}
 
 
 def nothing_to_join() -> dict[str, Any]:
@@ -144,7 +136,7 @@ def nothing_to_join() -> dict[str, Any]:
         with model.join():
             for number in range(3 * dist.get_rank()):
                 step(model, number)
-        for number in range(STEPS):
+        for number in range(AFTER):
             step(model, number)
     return {"same": same_gradients(ours, theirs), "reason": ours.report.reason}
 
@@ -159,7 +151,7 @@ def interrupted() -> dict[str, Any]:
 
     agree.smallest = interrupt  # type: ignore[assignment]
     try:
-        for number in range(STEPS):
+        for number in range(12):
             step(theirs, number)
             try:
                 step(ours, number)
@@ -213,7 +205,7 @@ def different_arguments() -> list[str]:
 def dropped_while_planning() -> list[bool]:
     """Whether a module is freed when nobody holds it any more, at every stage of planning."""
     freed = []
-    for steps in (0, 2, 7, STEPS):
+    for steps in (0, 2, 7, 12):
         model = DistributedDataParallel(net(), tuning=QUICK)
         for number in range(steps):
             step(model, number)
@@ -222,3 +214,47 @@ def dropped_while_planning() -> list[bool]:
         gc.collect()
         freed.append(inner() is None)
     return freed
+
+
+def attached(position: int, **keywords: Any) -> dict[str, Any]:
+    """Trains with an attached optimiser through all of planning, in which one contender looks fastest."""
+    theirs, ours = TorchDDP(net(width=192)), DistributedDataParallel(net(width=192), tuning=QUICK, **keywords)
+    optimizers: list[Any] = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (theirs, ours)]
+    optimizers[1] = dovetail.optimizer(optimizers[1], ours)
+    tuner: Any = tuner_module
+    real, after = tuner.compete, 0
+
+    def fake(plans: Any, *given: Any, use: Callable[[int], None], **more: Any) -> Any:
+        now = 0
+
+        def using(which: int) -> None:
+            nonlocal now
+            now = which
+            use(which)
+
+        more["seconds"] = lambda _: 0.5 if now == position % len(plans) else 1.0
+        return real(plans, *given, use=using, **more)
+
+    tuner.compete = fake
+    try:
+        for number in range(QUICK.most + AFTER):
+            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+                optimizer.zero_grad()
+                model(batch(number)).square().mean().backward()
+                optimizer.step()
+            after += ours.report.state == "done"
+            if after == AFTER:
+                break
+    finally:
+        tuner.compete = real
+    report = ours.report
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return {
+        "state": report.state + report.reason,
+        "kept": report.kept.label if report.kept else None,
+        "overlaps": [t.plan.overlap for t in report.trials],
+        "kinds": [sorted({b.kind for b in t.plan.buckets}) for t in report.trials],
+        "plan": report.plan.overlap if report.plan else None,
+        "exchange": ours.exchange is not None and ours.exchange.active,
+        "apart": max(float((p.detach() - q.detach()).abs().max()) for p, q in pairs),
+    }

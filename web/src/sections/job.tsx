@@ -72,6 +72,7 @@ export function Plan({ plan }: { plan: PlanSection }) {
       <AsTable what="The plan's buckets">
         {() => <Table caption="Buckets in the order in which they are sent" rows={plan.buckets} columns={[
           { name: "bucket", text: (_, i) => i, right: true },
+          ...(plan.buckets.some((b) => b.kind) ? [{ name: "kind", text: (b: PlanSection["buckets"][number]) => b.kind }] : []),
           { name: "size", text: (b) => size(b.bytes), right: true },
           { name: "tensors", text: (b) => integer(b.tensors), right: true },
           { name: "first ready", text: (b) => b.first },

@@ -4,7 +4,7 @@
 |----------------------|------------------------------------------------|---------------------------------------------|
 | ddp                  | torch's DistributedDataParallel as it is       | every number that shares the batch evenly   |
 | merging              | its reducer, with the exact best buckets       | the same                                    |
-| overlap              | `DistributedDataParallel(overlap="forward")`   | the same                                    |
+| overlap              | `dovetail.optimizer`: each bucket whole, split | the same                                    |
 | ladder, balanced,    | `PartialBackprop`; they change the statistics  | the same, only if that is allowed           |
 | guard                | of the gradients                               |                                             |
 | burst                | `Burst`: a number of devices for each layer    | up to all                                   |
@@ -38,8 +38,9 @@ from dovetail.planning.burst.cost import NetworkLinks, ProfileCost, local_batch
 from dovetail.planning.burst.planner import BurstPlanner, useful_counts
 from dovetail.planning.depth import planner
 from dovetail.planning.depth.cost import WorkerDevice
-from dovetail.planning.merge import cycle_exact, exact
-from dovetail.planning.merge.planner import MergeSetting, OverlapSetting
+from dovetail.planning.merge import cycle_exact
+from dovetail.planning.merge.cycle import Bucketing
+from dovetail.planning.merge.setting import MergeSetting, OverlapSetting
 from dovetail.planning.merge.stream import allowed
 
 Objective = Literal["time", "device-time", "throughput"]
@@ -226,7 +227,7 @@ def _parallel(q: Question, g: int, out: Container[str]) -> list[Combination]:
     bound = q.profile.forward_time(setting.batch) + setting.bound
 
     def merged(limit: float) -> list[AnyPlan]:
-        return [setting.of("optimal", fewer(setting, exact.optimum(setting.stream, setting.cost)))]
+        return [setting.of("optimal", fewer(setting, setting.choose("optimal")))]
 
     made: list[tuple[str, float, Make]] = [("ddp", bound, lambda limit: [setting.plan("ddp")])]
     if g > 1 and "merging" not in out:
@@ -235,8 +236,8 @@ def _parallel(q: Question, g: int, out: Container[str]) -> list[Combination]:
         both = OverlapSetting(q.profile, q.network, g, q.batch // g, optimizer=q.optimizer)
 
         def overlapped(limit: float) -> list[AnyPlan]:
-            cuts = cycle_exact.within(both.cycle, limit)
-            return [] if cuts is None else [both.of("optimal", fewer(both, cuts))]
+            best = cycle_exact.within(both.cycle, limit)
+            return [] if best is None else [both.of("optimal", fewer(both, best))]
 
         made.append(("overlap", both.bound, overlapped))
     return [
@@ -249,20 +250,23 @@ def _whole(work: float, within: float) -> float:
     return work
 
 
-def fewer(setting: MergeSetting, cuts: list[int]) -> list[int]:
+def fewer(setting: MergeSetting, bucketing: Bucketing) -> Bucketing:
     """The same end with fewer buckets: without each cut, one after the other, that is not needed for it.
 
-    A bucket costs a little that no measurement of single collectives sees.
+    A bucket costs a little that no measurement of single collectives sees. Two that become one have the way of either.
     """
-    end = setting.end(cuts) * (1 + 1e-12)
+    end = setting.end(bucketing) * (1 + 1e-12)
     at = 0
-    while at < len(cuts) - 1:
-        without = cuts[:at] + cuts[at + 1 :]
-        if allowed(setting.stream, without) and setting.end(without) <= end:
-            cuts = without
-        else:
+    while at < len(bucketing) - 1:
+        cuts, ways = bucketing.cuts[:at] + bucketing.cuts[at + 1 :], bucketing.ways
+        tries = [Bucketing(cuts, ways[:i] + ways[i + 1 :]) for i in (at, at + 1)]
+        shorter = allowed(setting.stream, list(cuts))
+        found = next((d for d in tries if shorter and setting.end(d) <= end), None)
+        if found is None:
             at += 1
-    return cuts
+        else:
+            bucketing = found
+    return bucketing
 
 
 def _partial(q: Question, g: int, name: str) -> Combination:

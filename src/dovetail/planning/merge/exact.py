@@ -11,6 +11,8 @@ holds for every T: tables, steps, costs that fall with size. Forced cuts and a b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from dovetail.core.errors import Error
@@ -141,12 +143,18 @@ def remaining(stream: Stream, cost: Cost) -> tuple[FloatArray, FloatArray]:
         least = np.concatenate([[np.inf], rest[:n]])
         rest[n] = 0.0
         return rest, least
+    return remaining_by(stream, lambda k, low: cost(prefix[k] - prefix[low:k]))
+
+
+def remaining_by(stream: Stream, seconds: Callable[[int, int], FloatArray]) -> tuple[FloatArray, FloatArray]:
+    """The same, where `seconds(k, low)` are the times of the buckets [low, k), [low + 1, k), … [k − 1, k)."""
+    n = len(stream)
     rest = np.full(n + 1, np.inf)
     rest[n] = 0.0
     least = np.full(n + 1, np.inf)
     for k in range(n, 0, -1):
         low = int(stream.lows[k])
-        total = cost(prefix[k] - prefix[low:k]) + rest[k]
+        total = seconds(k, low) + rest[k]
         rest[low:k] = np.minimum(rest[low:k], total)
         least[low + 1 : k + 1] = np.minimum(least[low + 1 : k + 1], np.minimum.accumulate(total))
     return rest, least

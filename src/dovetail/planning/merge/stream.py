@@ -7,7 +7,7 @@ channel, first in first out: a bucket starts once the bucket before it has finis
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -47,6 +47,10 @@ class Stream:
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def stretched(self, factor: float) -> Stream:
+        """The same where backward takes `factor` times as long."""
+        return replace(self, ready=tuple(t * factor for t in self.ready), backward=self.backward * factor)
 
     @cached_property
     def ready_array(self) -> FloatArray:

@@ -1,7 +1,5 @@
-"""`dovetail.DistributedDataParallel` and `dovetail.optimizer`: planned buckets behind backward, or forward too.
+"""`dovetail.DistributedDataParallel` and `dovetail.optimizer`: planned buckets behind backward, and behind forward too.
 
-May import `core`, `measure` and `planning`.
-Begin with `module.py` (torch's reducer, planned), then `forward_overlap.py` and `exchange.py` (our own).
+May import `core`, `measure` and `planning`. Begin with `module.py` (torch's reducer, planned), then `exchange.py` (our
+own, with `optimizer.py`), `slot.py` (the states of a gradient) and `wire/` (what moves the bytes).
 """
-
-from . import forward_overlap as forward_overlap  # enters itself as the class for overlap="forward"

@@ -1,24 +1,25 @@
-"""The exchange of gradients and parameters: reduce-scatter behind backward, all-gather behind the next forward.
+"""The exchange of gradients and parameters, bucket by bucket, each in its own way.
 
 A forward pass arms the exchange. In backward every gradient that becomes ready is copied to its place in its bucket.
-When a bucket is full and all buckets before it are queued, its reduce-scatter is queued on the lane; so the order is
-the same on all ranks. The optimiser waits for the buckets one by one, updates this rank's pieces and calls `gather`:
-the all-gathers are queued in the order in which the next forward pass needs them, and every parameter is `Arriving`
-until its new values are there.
+When a bucket is full and all buckets before it are queued, its reduction is queued on the lane (an all-reduce of a
+whole bucket, a reduce-scatter of a split one); so the order is the same on all ranks. The optimiser waits for the
+buckets one by one, updates what this rank has of them and calls `gather`: the all-gathers of the split buckets are
+queued in the order in which the next forward pass needs them, and every parameter in them is `Arriving` until its new
+values are there.
 
 What a gradient is follows torch: without `zero_grad` passes add up; a pass inside `no_sync` stays on its rank until the
-next pass that synchronises; None means that the optimiser leaves the parameter alone. Where torch would add a rank's
-own gradient to a reduced one that was not zeroed, the two stay apart here: the reduced one is in the shares, the rank's
-own one is kept beside them until the next pass sends it, and a stand-in in `.grad` notices when either is zeroed.
+next pass that synchronises; None means that the optimiser leaves the parameter alone. `slot.py` has the states.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import cycle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,40 +27,23 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from dovetail.core.errors import Error
+from dovetail.core.network import Precision
+from dovetail.core.plan import Bucket
 from dovetail.core.timeline import SpanKind
 from dovetail.train.integrations import keep
 from dovetail.train.recording import SpanRecorder
 
-from . import ring
-from .arriving import Arrival, ScatteredGradient, expect, settle, stand_in
-from .lane import CommunicationLane, LaneWork
-from .shard_layout import ShardedBucket, lay_out
+from .arriving import Arrival, expect, settle, stand_in
+from .shard_layout import GradientBuffers, ShardedBucket, lay_out
+from .slot import BucketEntry, GradientSlot, GradientState, SlotEvent
+from .wire import coded, ring
+from .wire.codec import CODECS
+from .wire.lane import CommunicationLane, LaneWork, Run
 
-if TYPE_CHECKING:
-    from .forward_tuner import ForwardTuner
-
-
-@dataclass(eq=False)
-class GradientSlot:
-    """The state of one parameter's gradient on this rank."""
-
-    name: str
-    parameter: nn.Parameter
-    scattered: ScatteredGradient
-    """Stand-in for `.grad` while the shares hold the gradient."""
-    mixed: ScatteredGradient
-    """Stand-in for `.grad` while the shares hold a gradient and `own` is still to be added to it."""
-    own: torch.Tensor | None = None
-    """This rank's own gradient, not yet added to the one in the shares."""
-    bucket: ShardedBucket | None = None
-    ready: bool = False
-    """The gradient of this pass is in the bucket."""
-    used: bool = False
-    """The parameter got a gradient in a pass that did not synchronise, since the last pass that did."""
-    stands: bool = False
-    """The shares held a gradient when the one that is being added came."""
-    carried: bool = False
-    """The gradient in the share was not zeroed: the next one is added to it."""
+TAGS = 2**20
+"""Tags that the messages of one transfer have for themselves: the next transfer begins while it ends."""
+IDLE_ITERATIONS = 20
+"""Iterations over which the idle time of the link is taken."""
 
 
 class GradientExchange:
@@ -73,14 +57,17 @@ class GradientExchange:
         name: str,
         find_unused: bool,
         order: Sequence[int],
-        cuts: Sequence[int],
+        buckets: Sequence[Bucket],
     ) -> None:
         self.group = ring.twin(group)
         keep(self.group)
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self.device = named[0][1].device
         self.lane = CommunicationLane(self.device, self.group, ring.patience(self.group))
+        self.coders: dict[Precision, coded.Coder] = {name: coded.Coder(codec) for name, codec in CODECS.items()}
         self.find_unused = find_unused
+        self.active = True
+        """False while torch's reducer is in charge: then nothing happens here."""
         self.watching = False
         """The tuner wants to know when gradients become ready and when parameters are first used."""
         self.stamps: list[tuple[int, float]] = []
@@ -92,12 +79,18 @@ class GradientExchange:
         """Start and end of the last forward pass that armed the exchange, by time.perf_counter()."""
         self.updating = 0.0
         """Seconds that the optimiser took in the last iteration, without waiting."""
-        self.tuner: ForwardTuner | None = None
+        self._idle: deque[float] = deque(maxlen=IDLE_ITERATIONS)
+        self._last = (time.perf_counter(), 0.0)
+        """When the last iteration ended, and the seconds for which the link had been used by then."""
+        self.on_step: Callable[[], None] | None = None
+        """Called at the end of every `optimizer.step()`, on all ranks at the same point: planning happens here."""
         self.recorder = SpanRecorder(name, self.rank)
         self._flags: torch.Tensor | None = None
         self._flagging: LaneWork | None = None
         self._armed = self._begun = False
         self._next = 0
+        self.tags = cycle(range(0, 512 * TAGS, TAGS))
+        """First tags of the transfers to come, the same on all ranks."""
         held = weakref.ref(self)
         self.slots: list[GradientSlot] = []
         self._handles = []
@@ -112,19 +105,20 @@ class GradientExchange:
             self._handles.append(adding.register_prehook(_weakly(held, "_before", index)))
             self._handles.append(parameter.register_post_accumulate_grad_hook(_weakly(held, "_after", index)))
         self.index = {id(p): i for i, (_, p) in enumerate(named)}
-        self.lay_out(order, cuts)
+        self.buckets: list[ShardedBucket] = []
+        self._bucket_of: dict[int, ShardedBucket] = {}
+        self.lay_out(order, buckets)
 
-    def lay_out(self, order: Sequence[int], cuts: Sequence[int]) -> None:
+    def lay_out(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
         """Makes new buckets of the same parameters; the shares are zero. All ranks do it at the same point."""
         self.settle()
+        self._exact_values()
         with torch.no_grad():
             parameters = [s.parameter for s in self.slots]
-            self.buckets = lay_out(parameters, order, cuts, ranks=self.ranks, rank=self.rank)
-        for bucket in self.buckets:
-            for i in bucket.members:
-                self.slots[i].bucket = bucket
-        self.needed = [b.number for b in reversed(self.buckets)]
-        """Numbers of the buckets in the order in which forward needs them."""
+            self.buckets = lay_out(parameters, order, buckets, ranks=self.ranks, rank=self.rank)
+        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
+        self._buffers = GradientBuffers()
+        self._idle.clear()
 
     def arm(self) -> None:
         """Called when a forward pass begins whose backward pass synchronises gradients."""
@@ -135,7 +129,7 @@ class GradientExchange:
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
         for slot in self.slots:
-            slot.ready = False
+            slot.on(SlotEvent.ARM)
         self.stamps = []
         self._armed, self._begun, self._next = True, False, 0
 
@@ -160,11 +154,11 @@ class GradientExchange:
         torch.autograd.graph.increment_version([s.parameter for s in self.slots])
         self.uses, self._coming_uses = self._coming_uses, []
         uses = self._coming_uses if self._stamping else None
-        for number in self.needed:
-            bucket = self.buckets[number]
-            gathering = self._submit("all-gather", bucket, _gather(bucket, self.group))
-            for i in bucket.members:
-                expect(self.slots[i].parameter, Arrival(gathering, i, uses))
+        for bucket in reversed(self.buckets):
+            if bucket.kind == "split":
+                gathering = self._submit("all-gather", bucket, self._gathering(bucket))
+                for i in bucket.members:
+                    expect(self.slots[i].parameter, Arrival(gathering, i, uses))
 
     def settle(self) -> None:
         """Waits until every parameter is whole."""
@@ -172,85 +166,149 @@ class GradientExchange:
             settle(slot.parameter)
 
     def after_step(self, began: float) -> None:
-        """Called at the end of `optimizer.step()`, on all ranks at the same point: planning happens here."""
-        if self.recorder.active:
-            self._record_iteration(began, time.perf_counter())
-        if self.tuner is not None:
-            self.tuner.after_step()
+        """Called at the end of `optimizer.step()`, on all ranks at the same point."""
+        now = time.perf_counter()
+        if self.recorder.active and self.active:
+            self._record_iteration(began, now)
+        (then, used), self._last = self._last, (now, self.lane.used)
+        self._idle.append(max(0.0, 1 - (self._last[1] - used) / (now - then)))
+        if self.on_step is not None:
+            self.on_step()
 
     def has_gradient(self, index: int) -> bool:
         """Whether the optimiser must update this parameter, by torch's rule."""
-        slot = self.slots[index]
-        return slot.parameter.grad is slot.scattered
+        if not self.active:
+            return self.slots[index].parameter.grad is not None
+        return self.slots[index].look() is GradientState.REDUCED
 
-    def communicate(self, what: str, run: Callable[[], None]) -> None:
-        """Runs a function on the lane, behind all that is queued, and waits for it."""
+    def communicate(self, what: str, run: Run) -> None:
+        """Runs a transfer on the lane, behind all that is queued, and waits for it."""
         self.lane.submit(what, run).wait()
+
+    @property
+    def link_idle(self) -> float:
+        """Share of an iteration in which nothing was on its way: the median of the last iterations."""
+        return statistics.median(self._idle) if self._idle else 0.0
+
+    @property
+    def codec_seconds(self) -> float:
+        """Seconds of processor time that encoding and decoding have taken on this rank so far."""
+        return sum(coder.seconds for coder in self.coders.values())
 
     def _before(self, index: int) -> None:
         """A gradient is about to be added to `.grad`: a stand-in there makes room for it."""
-        slot = self.slots[index]
-        gradient = slot.parameter.grad
-        slot.stands = gradient is slot.scattered or gradient is slot.mixed
-        if slot.stands:
-            slot.parameter.grad = slot.own if gradient is slot.mixed else None
-        slot.own = None
+        if self.active:
+            self.slots[index].make_room()
 
     def _after(self, index: int) -> None:
         """A gradient was added: `.grad` holds this rank's gradient."""
+        if not self.active:
+            return
         slot = self.slots[index]
-        gradient = slot.parameter.grad
-        assert gradient is not None
+        gradient = slot.settle_room()
         if not self._armed or slot.ready:
-            slot.used = True
-            if slot.stands:
-                slot.own, slot.parameter.grad = gradient, slot.mixed
+            slot.on(SlotEvent.ADD, gradient)
             return
         if gradient.is_sparse:
             raise Error(f"overlap: the gradient of {slot.name!r} is sparse, and buckets are dense")
-        self._take(index, gradient)
-        slot.carried = slot.stands
-        slot.ready = self._begun = True
-        assert slot.bucket is not None
-        slot.bucket.missing -= 1
+        slot.on(SlotEvent.FILL)
+        self._put(index, gradient)
+        self._begun = True
+        self._bucket_of[index].missing -= 1
         if self._stamping:
             self.stamps.append((index, time.perf_counter()))
         self._launch()
 
-    def _take(self, index: int, gradient: torch.Tensor) -> None:
-        """Puts this rank's gradient into its bucket; from here on it belongs to the shares."""
-        slot = self.slots[index]
-        bucket = slot.bucket
-        assert bucket is not None
+    def _put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Puts what this rank gives (nothing is zero) into its bucket, whose slot was filled or skipped just now."""
+        bucket = self._bucket_of[index]
         if bucket.reducing is not None:
             bucket.reducing.wait()
+        bucket.open(self._buffers)
+        place = bucket.place(index)
+        if bucket.kind == "whole" and self.slots[index].state.entry is BucketEntry.ONTO:
+            bucket.standing[index] = place.clone()  # of a split bucket that is in the share, apart from this place
         with torch.no_grad():
-            torch.mul(gradient.detach(), 1 / self.ranks, out=bucket.views[index])
-        slot.parameter.grad, slot.own = slot.scattered, None
+            if gradient is None:
+                place.zero_()
+            else:
+                torch.mul(gradient.detach(), 1 / self.ranks, out=place)
 
     def _launch(self) -> None:
-        """Queues the reduce-scatter of every full bucket, in order."""
+        """Queues the reduction of every full bucket, in order."""
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
-            kept = {p.index for p in bucket.pieces if self.slots[p.index].carried}
-            bucket.reducing = self._submit("reduce-scatter", bucket, _reduce(bucket, kept, self.group))
-            for i in bucket.members:
-                self.slots[i].carried = False
+            what = "all-reduce" if bucket.kind == "whole" else "reduce-scatter"
+            bucket.reducing = self._submit(what, bucket, self._reducing(bucket))
             self._next += 1
         if self._next == len(self.buckets):
             self._armed = False
             if self.find_unused:
                 self._flags = torch.zeros(ring.padded(len(self.slots), self.ranks), device=self.device)
                 for i, slot in enumerate(self.slots):
-                    self._flags[i] = float(slot.ready or slot.used)
-                self._flagging = self.lane.submit("the search for unused parameters", _add_up(self._flags, self.group))
-            for slot in self.slots:
-                slot.used = False
+                    self._flags[i] = float(slot.look() in (GradientState.REDUCED, GradientState.MIXED))
+                flags, tag = self._flags, next(self.tags)
+                self._flagging = self.lane.submit(
+                    "the search for unused parameters", lambda: ring.all_reduce(flags, self.group, tag=tag)
+                )
 
-    def _submit(self, what: str, bucket: ShardedBucket, run: Callable[[], None]) -> LaneWork:
+    def _reducing(self, bucket: ShardedBucket) -> Run:
+        """The reduction of a bucket that is full now."""
+        onto = {i for i in bucket.members if self.slots[i].state.entry is BucketEntry.ONTO}
+        standing, bucket.standing = bucket.standing, {}
+        lost, group, tag = bucket.lost, self.group, next(self.tags)
+        coder = None if lost is None else self.coders[bucket.precision]
+
+        bucket.open(self._buffers)  # it has no memory yet if it holds nothing but empty parameters
+        flat, buffers = bucket.gradients, self._buffers
+        assert flat is not None
+
+        def whole() -> ring.Transfer:
+            if lost is None or coder is None:
+                yield from ring.all_reduce(flat, group, tag=tag)
+            else:
+                yield from coded.all_reduce(flat, lost.contribution, lost.owned, coder, group, tag=tag)
+            for i, before in standing.items():
+                bucket.place(i).add_(before)
+
+        def split() -> ring.Transfer:
+            if lost is None or coder is None:
+                yield from ring.reduce_scatter(flat, group, tag=tag)
+            else:
+                yield from coded.reduce_scatter(flat, lost.contribution, coder, group, tag=tag)
+            mine = flat[bucket.first : bucket.first + bucket.share.numel()]
+            if not onto:
+                bucket.share.copy_(mine)
+            else:
+                for piece in bucket.pieces:
+                    if piece.index not in onto:
+                        piece.gradient.zero_()
+                bucket.share.add_(mine)
+            bucket.close(buffers)
+
+        return whole if bucket.kind == "whole" else split
+
+    def _gathering(self, bucket: ShardedBucket) -> Run:
+        """The all-gather of a split bucket's new values."""
+        lost, master, group = bucket.lost, bucket.master, self.group
+        tag = next(self.tags)
+        if lost is None or master is None:
+            return lambda: ring.all_gather(bucket.values, group, tag=tag)
+        coder = self.coders[bucket.precision]
+        return lambda: coded.all_gather(bucket.values, master, lost.owned, coder, group, tag=tag)
+
+    def _exact_values(self) -> None:
+        """Gives all ranks the masters' exact values of buckets that travel in fewer bytes, before those end."""
+        for bucket in self.buckets:
+            if bucket.master is not None and bucket.lost is not None:
+                with torch.no_grad():
+                    bucket.mine.add_(bucket.lost.owned)
+                transfer = ring.all_gather(bucket.values, self.group, tag=next(self.tags))
+                self.communicate("the exact values", _already(transfer))
+
+    def _submit(self, what: str, bucket: ShardedBucket, run: Run) -> LaneWork:
         work = self.lane.submit(f"the {what} of bucket {bucket.number}", run)
-        nbytes = bucket.values.numel() * bucket.values.element_size()
-        self.recorder.add_queued(f"{what} {bucket.number}", nbytes, work)
+        self.recorder.add_queued(f"{what} {bucket.number}", bucket.bytes, work)
         return work
 
     @property
@@ -283,14 +341,9 @@ class GradientExchange:
                 slot = self.slots[i]
                 if slot.ready:
                     continue
-                gradient = slot.parameter.grad
-                slot.carried = gradient is slot.scattered or gradient is slot.mixed
-                own = (slot.own if slot.carried else gradient) if slot.used else None
-                slot.used = own is not None
-                if own is not None:
-                    self._take(i, own)
-                else:
-                    bucket.views[i].zero_()
+                own = slot.own if slot.look() in (GradientState.OWN, GradientState.MIXED) else None
+                slot.on(SlotEvent.SKIP)
+                self._put(i, own)
                 if slot.parameter.requires_grad:
                     unused.append(slot.name)
             bucket.missing = 0
@@ -306,22 +359,21 @@ class GradientExchange:
         assert self._flags is not None and self._flagging is not None
         self._flagging.wait()
         for slot, used in zip(self.slots, self._flags.tolist(), strict=False):
-            if used and slot.parameter.grad is None:
-                slot.parameter.grad = slot.scattered
+            if used:
+                slot.on(SlotEvent.FIND)
         self._flags = None
 
     def _zero(self, index: int) -> None:
         """A stand-in was set to zero: zeroes this rank's share of the gradient."""
-        slot = self.slots[index]
-        bucket = slot.bucket
-        assert bucket is not None
+        slot, bucket = self.slots[index], self._bucket_of[index]
+        if slot.look() not in (GradientState.REDUCED, GradientState.MIXED):
+            return
         if bucket.reducing is not None:
             bucket.reducing.wait()
         for piece in bucket.pieces:
             if piece.index == index:
                 piece.gradient.zero_()
-        if slot.parameter.grad is slot.mixed:
-            slot.parameter.grad, slot.own = slot.scattered, None
+        slot.on(SlotEvent.ZERO)
 
     def _check_places(self) -> None:
         """Refuses parameters that no longer are views of their bucket."""
@@ -334,6 +386,10 @@ class GradientExchange:
                     )
 
 
+def _already(transfer: ring.Transfer) -> Run:
+    return lambda: transfer
+
+
 def _weakly(held: weakref.ref[GradientExchange], method: str, index: int) -> Callable[..., None]:
     # Parameters hold their hooks: hooks that held the exchange would keep the model for ever.
     def call(*_: Any) -> None:
@@ -341,26 +397,3 @@ def _weakly(held: weakref.ref[GradientExchange], method: str, index: int) -> Cal
             getattr(exchange, method)(index)
 
     return call
-
-
-def _reduce(bucket: ShardedBucket, kept: set[int], group: dist.ProcessGroup) -> Callable[[], None]:
-    def run() -> None:
-        mine = ring.reduce_scatter(bucket.gradients, group)
-        if not kept:
-            bucket.share.copy_(mine)
-            return
-        for piece in bucket.pieces:
-            if piece.index not in kept:
-                piece.gradient.zero_()
-        bucket.share.add_(mine)
-
-    return run
-
-
-def _gather(bucket: ShardedBucket, group: dist.ProcessGroup) -> Callable[[], None]:
-    mine = bucket.mine(group.rank())
-    return lambda: ring.all_gather(mine, bucket.values, group)
-
-
-def _add_up(flags: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    return lambda: ring.all_gather(ring.reduce_scatter(flags, group), flags, group)

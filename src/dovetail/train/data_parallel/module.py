@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,22 +17,27 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dovetail.core import files
 from dovetail.core.errors import Error
-from dovetail.core.plan import Plan
-from dovetail.train.integrations import check_environment, keep
+from dovetail.core.network import Precision
+from dovetail.core.plan import Bucket, Plan
+from dovetail.train.integrations import keep
 from dovetail.train.recording import Recording
 
-from . import reducer
+from . import eligibility, reducer
+from .exchange import GradientExchange
 from .observe import BucketRecorder
-from .trials import Tuning, TuningReport
+from .trials import Tuning
 from .tuner import Tuner
+from .tuning_report import TuningReport
+
+if TYPE_CHECKING:
+    from .optimizer import ShardedOptimizer
 
 log = logging.getLogger("dovetail")
 
 PLAN_VARIABLE = "DOVETAIL_PLAN"
 """Environment variable that replaces `plan="auto"`: the path of a stored plan, or "off"."""
 
-_overlapping: dict[str, type[DistributedDataParallel]] = {}
-"""The class for each value of `overlap`, entered by the class itself when its module is imported."""
+PRECISIONS = ("full", "bf16", "int8", "auto")
 
 
 class DistributedDataParallel(TorchDDP):
@@ -43,7 +50,8 @@ class DistributedDataParallel(TorchDDP):
     iteration, only one `if`. Gradients are those of torch's DDP throughout, `state_dict` too. `explain()` reports what
     was measured, tried and kept.
 
-    Where planning cannot work (comm hooks, unused parameters, several dtypes, compiled modules, …) the module behaves
+    Communication hooks stay in charge of what travels, in planned buckets whose cost is the hook's own. Where planning
+    cannot work (unused parameters, several dtypes, compiled modules, …) the module behaves
     as torch's does and logs the reason in one line.
 
     Args:
@@ -53,29 +61,13 @@ class DistributedDataParallel(TorchDDP):
         plan: "auto" to plan while training; a stored Plan to use it from the first iteration on; None for torch's
             own buckets. "auto" is replaced by the plan file that the environment variable DOVETAIL_PLAN names, if set.
         tuning: how many iterations planning may take.
-        overlap: "forward" hides communication behind the next forward pass too, as far as it does not fit behind
-            backward; needs `dovetail.optimizer` around the optimiser. See forward_overlap.py.
+        memory: with `dovetail.optimizer`: "time" takes the fastest plan; "shard" prefers buckets of which every rank
+            updates 1/n, so that the optimiser's state takes 1/n of the memory, and never keeps it whole.
+        precision: what may travel in place of full gradients: "bf16", "int8", or "auto" for either, wherever it is
+            measured to be faster; "full" for nothing else. Needs `dovetail.optimizer`. See docs/precision.md.
+        overlap: "forward" says that `dovetail.optimizer` will follow, which is what hides communication behind the
+            next forward pass too; what that cannot work with is then refused here.
     """
-
-    def __new__(cls, *_: Any, overlap: Literal["forward"] | None = None, **__: Any) -> DistributedDataParallel:
-        if overlap is None:
-            return super().__new__(cls)
-        if not isinstance(overlap, str) or overlap not in _overlapping:
-            raise Error(f"overlap: expected 'forward' or None, got {overlap!r}")
-        kind = _overlapping[overlap]
-        if issubclass(cls, kind):
-            return super().__new__(cls)
-        if not issubclass(kind, cls):  # Python would not call __init__ of an object that is no instance of `cls`
-            raise Error(
-                f"overlap: expected dovetail.DistributedDataParallel itself, got its subclass {cls.__qualname__}"
-            )
-        return super().__new__(kind)
-
-    def __init_subclass__(cls, overlap: str | None = None, **kwargs: Any) -> None:
-        """`class X(DistributedDataParallel, overlap="…")` is the class that this value of `overlap` makes."""
-        super().__init_subclass__(**kwargs)
-        if overlap is not None:
-            _overlapping[overlap] = cls
 
     def __init__(
         self,
@@ -83,38 +75,148 @@ class DistributedDataParallel(TorchDDP):
         *args: Any,
         plan: Plan | Literal["auto"] | None = "auto",
         tuning: Tuning | None = None,
+        memory: Literal["time", "shard"] = "time",
+        precision: Precision | Literal["auto"] = "full",
         overlap: Literal["forward"] | None = None,
         **kwargs: Any,
     ) -> None:
+        for what, given, expected in (
+            ("overlap", overlap, ("forward", None)),
+            ("memory", memory, ("time", "shard")),
+            ("precision", precision, PRECISIONS),
+        ):
+            if given not in expected:
+                raise Error(f"{what}: expected one of {', '.join(map(repr, expected))}, got {given!r}")
         plan = plan_to_use(plan)
         if isinstance(plan, Plan):
-            kwargs |= _keywords(plan, module, kwargs)
+            kwargs |= eligibility.ddp_keywords(plan, module, kwargs)
         elif plan not in ("auto", None):
             raise Error(f"plan: expected 'auto', a Plan or None, got {plan!r}")
+        if overlap is not None:
+            eligibility.check_arguments(module, kwargs)
+        self.memory, self.precision = memory, precision
+        self._plan, self._tuning, self._arguments = plan, tuning or Tuning(), dict(kwargs)
         # Set before torch's constructor, which asks for the parameters to reduce.
         self._tuner: Tuner | None = None
         self._recorder: BucketRecorder | None = None
         self._reduced: tuple[list[nn.Parameter], list[bool]] | None = None
         self._reduced_names: dict[int, str] | None = None
+        self.exchange: GradientExchange | None = None
+        """What moves gradients and parameters once `dovetail.optimizer` was called; None before."""
+        self.builtin_comm_hook: Any = None
+        """torch's constant for a built-in communication hook that was registered."""
+        self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         super().__init__(module, *args, **kwargs)
+        self._own_config = self._bucket_config
         keep(self.process_group)
         kept = plan if isinstance(plan, Plan) else None
         self._report = TuningReport(state="off", reason="planning was switched off", plan=kept)
-        reason = _agreed_reason(self, plan, tuning or Tuning())
-        if plan == "auto":
+        reason = eligibility.agreed_reason(self, plan, self._tuning)
+        if overlap is not None:
+            named = self.reduced_parameters()
+            eligibility.check_parameters(named, self._build_params_for_reducer()[1], precision)
+            waiting = "the optimiser is not wrapped with dovetail.optimizer yet"
+            self._report = TuningReport(state="off", reason=waiting, plan=kept)
+        elif plan == "auto":
             if reason is None:
-                self._tuner = Tuner(self, tuning or Tuning())
+                self._tuner = Tuner(self, self._tuning)
             else:
                 self._give_up(reason)
 
+    @property
+    def optimizer(self) -> ShardedOptimizer | None:
+        """The optimiser that updates this model, once `dovetail.optimizer` was called."""
+        return self._optimizer() if self._optimizer is not None else None
+
+    def reduced_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients are reduced, by name, in the order of torch's reducer."""
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        return [(names[id(p)], p) for p in self._build_params_for_reducer()[0]]
+
+    def open_exchange(self) -> GradientExchange:
+        """Called by `dovetail.optimizer`: from now on gradients travel in buckets each of its own kind."""
+        eligibility.check_arguments(self.module, self._arguments)
+        if reducer.comm_hook(self) is not None:
+            raise Error("overlap: a communication hook reduces whole gradients; use one or the other")
+        named, find_unused = self.reduced_parameters(), bool(self.find_unused_parameters)
+        eligibility.check_parameters(named, self._build_params_for_reducer()[1], self.precision)
+        cap = eligibility.cap_of(self._arguments)
+        eligibility.check_agreement(
+            (self._plan, self._tuning, self.memory, self.precision, cap, find_unused), self.process_group
+        )
+        if self._tuner is not None:
+            self._tuner.withdraw()
+            self._tuner = None
+        order, buckets = eligibility.first_buckets(named, self._plan, cap)
+        self.exchange = GradientExchange(
+            named,
+            self.process_group,
+            name=type(self.module).__name__,
+            find_unused=find_unused,
+            order=order,
+            buckets=buckets,
+        )
+        if isinstance(self._plan, Plan) and self._plan.overlap == "backward":
+            self.exchange.active = False
+        else:
+            self._drop_reducer()
+        return self.exchange
+
+    def attach(self, optimizer: ShardedOptimizer) -> None:
+        """Called by `dovetail.optimizer` at its end; planning begins with the next iteration."""
+        assert self.exchange is not None
+        self._optimizer = weakref.ref(optimizer)
+        plan = self._plan if isinstance(self._plan, Plan) else None
+        self._report = TuningReport(state="off", overlap="forward", reason="planning is off", plan=plan)
+        if self._plan == "auto" and self.exchange.ranks > 1:
+            self._tuner = Tuner(self, self._tuning)
+            self.exchange.on_step = self._tuner.after_step
+
+    def use_reducer(self, caps_mib: list[float] | None) -> None:
+        """Puts torch's reducer in charge, with these bucket caps or with its own. All ranks call it together.
+
+        Called between two iterations of a model with an attached optimiser, whose state becomes whole on every rank.
+        """
+        exchange, optimizer = self.exchange, self.optimizer
+        assert exchange is not None and optimizer is not None
+        if exchange.active:
+            order = [i for bucket in exchange.buckets for i in bucket.members]
+            named = [(slot.name, slot.parameter) for slot in exchange.slots]
+            whole = eligibility.by_size(named, order, eligibility.BUCKET, "whole")
+            optimizer.move(order, whole, active=False)
+        reducer.replace(self, reducer.bucket_config(caps_mib) if caps_mib else self._own_config)
+
+    def use_exchange(self, order: list[int], buckets: Sequence[Bucket]) -> None:
+        """Puts the exchange in charge, with these buckets. All ranks call it together, between two iterations."""
+        exchange, optimizer = self.exchange, self.optimizer
+        assert exchange is not None and optimizer is not None
+        if not exchange.active:
+            self._drop_reducer()
+        optimizer.move(order, buckets)
+
+    def _drop_reducer(self) -> None:
+        """Takes torch's reducer, its hooks and its buckets away."""
+        self._remove_autograd_hooks()
+        self.reducer = None  # type: ignore[assignment]
+        self.logger = None
+
+    def _remove_autograd_hooks(self) -> None:
+        if self.reducer is not None:
+            super()._remove_autograd_hooks()
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.exchange is not None and self.exchange.active:
+            return self._exchanged_forward(*inputs, **kwargs)
         if self._tuner is None and self._recorder is None:
             return super().forward(*inputs, **kwargs)
         return self._watched_forward(*inputs, **kwargs)
 
     def explain(self) -> str:
         """A few lines on what was measured, what was tried and what was kept."""
-        return str(self.report)
+        lines = [str(self.report)]
+        if self.exchange is not None and self.exchange.active and self.exchange.link_idle:
+            lines.append(f"  link      idle for {self.exchange.link_idle:.0%} of a step")
+        return "\n".join(lines)
 
     @property
     def report(self) -> TuningReport:
@@ -125,16 +227,22 @@ class DistributedDataParallel(TorchDDP):
     def record(self) -> Iterator[Recording]:
         """Records the iterations inside the block as a Timeline of this rank: `recording.timeline()`.
 
-        Meanwhile buckets are reduced through a hook that takes their times; gradients stay the same. All ranks must
-        record the same iterations. The first two settle and are not in the timeline. Recordings can be nested: an inner
-        one has its own iterations, the outer one has all, and only the outermost loses two.
+        Where torch's reducer is in charge, buckets are meanwhile reduced through a hook that takes their times;
+        gradients stay the same. All ranks must record the same iterations. The first two settle and are not in the
+        timeline. With `dovetail.optimizer` there is one span for each all-reduce, reduce-scatter and all-gather, and
+        waits for parameters have spans of their own. Recordings can be nested: an inner one has its own iterations, the
+        outer one has all, and only the outermost loses any.
         """
         if self._tuner is not None and self._tuner.active:
             raise Error("record: planning is still going on; record when `report.state` is 'done', or use plan=None")
+        if self.exchange is not None and self.exchange.active:
+            with self.exchange.recorder.record() as recording:
+                yield recording
+            return
         if self._recorder is None:
-            if self._comm_hooks:
+            if reducer.comm_hook(self) is not None:
                 raise Error("record: needs the module's communication hook, which is in use")
-            if reason := _unplannable(self):
+            if reason := eligibility.unplannable(self):
                 raise Error(f"record: {reason}")
             self._recorder = BucketRecorder(self)
         recorder = self._recorder
@@ -147,16 +255,31 @@ class DistributedDataParallel(TorchDDP):
                 recorder.close()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        self._stop_planning("a communication hook is in charge of the gradients")
+        self._refuse_with_exchange("a communication hook reduces whole gradients; use one or the other")
         super().register_comm_hook(state, hook)
+        if self._tuner is not None:
+            self._tuner.hooked()
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._stop_planning("a communication hook is in charge of the gradients")
+        self._refuse_with_exchange("a communication hook reduces whole gradients; use one or the other")
         super()._register_builtin_comm_hook(comm_hook_type)
+        self.builtin_comm_hook = comm_hook_type
+        if self._tuner is not None:
+            self._tuner.hooked()
 
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
         self._stop_planning("an optimiser is fused into the reduction of gradients")
         super()._register_fused_optim(*args, **kwargs)
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_with_exchange(
+            "ranks with uneven inputs (`join`) do not iterate together; give every rank as many batches"
+        )
+        return super().join(*args, **kwargs)
+
+    def _refuse_with_exchange(self, why: str) -> None:
+        if self.exchange is not None:
+            raise Error(f"overlap: {why}")
 
     def join_hook(self, **kwargs: Any) -> Any:
         # All ranks come here together when they enter `join`; later, one without inputs would never learn of it.
@@ -180,10 +303,33 @@ class DistributedDataParallel(TorchDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle is a module without a tuner; it keeps the bucket caps of the moment.
+        self._refuse_with_exchange(
+            "copy or store `model.module` or `model.state_dict()`; the wrapper itself cannot be copied"
+        )
         state: dict[str, Any] = super().__getstate__()
         off = TuningReport(state="off", reason="this is a copy")
         fresh = dict.fromkeys(("_tuner", "_recorder", "_reduced", "_reduced_names"))
         return {**state, **fresh, "_report": off}
+
+    def _exchanged_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        exchange = self.exchange
+        assert exchange is not None
+        synchronises = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
+        if synchronises:
+            exchange.arm()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self.device_ids:  # not tested on the hardware at hand
+            moved, named = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved[0], named[0]
+        began = time.perf_counter()
+        output = self._run_ddp_forward(*inputs, **kwargs)
+        if synchronises:
+            exchange.forward_span = (began, time.perf_counter())
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self.require_forward_param_sync = synchronises
+        return output
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _watched_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -213,75 +359,3 @@ def plan_to_use(plan: Plan | Literal["auto"] | None) -> Plan | Literal["auto"] |
     if plan != "auto" or not named:
         return plan
     return None if named == "off" else files.read(named, Plan)
-
-
-def check_fit(plan: Plan, trained: dict[str, nn.Parameter]) -> None:
-    """Refuses a stored plan whose tensors are not those of the model."""
-    if set(trained) != set(plan.tensors):
-        odd = sorted(set(trained) ^ set(plan.tensors))[0]
-        where = "the model" if odd in trained else "the plan"
-        raise Error(f"plan for {plan.profile!r} does not fit this model: parameter {odd!r} is only in {where}")
-    size = sum(p.numel() * p.element_size() for p in trained.values())
-    if size != plan.bytes:
-        raise Error(
-            f"plan for {plan.profile!r} does not fit this model: expected {plan.bytes} bytes of gradients, got {size}"
-        )
-
-
-def _keywords(plan: Plan, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """torch's keyword arguments for the buckets of a stored plan."""
-    for keyword in ("bucket_cap_mb", "bucket_cap_mb_list"):
-        if given.get(keyword) is not None:
-            raise Error(f"{keyword}: the plan already says how large buckets are; give one or the other")
-    check_environment()
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    check_fit(plan, {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored})
-    return plan.ddp_kwargs()
-
-
-def _agreed_reason(ddp: TorchDDP, plan: Plan | str | None, tuning: Tuning) -> str | None:
-    """The reason why no rank plans, or None if all do: ranks with different arguments would wait for each other."""
-    caps = tuple(plan.caps_mib()) if isinstance(plan, Plan) else None
-    reason = _unplannable(ddp)
-    if plan != "auto":
-        reason = "planning is switched off on another rank"
-    elif ddp._bucket_config.has_custom_per_bucket_caps:
-        reason = "bucket_cap_mb_list already says where to cut"
-    given: list[Any] = [None] * dist.get_world_size(ddp.process_group)
-    dist.all_gather_object(given, (caps, tuning, reason), group=ddp.process_group)
-    for rank, (their_caps, their_tuning, _) in enumerate(given):
-        if (their_caps, their_tuning) != given[0][:2]:
-            raise Error(f"plan, tuning: expected the same on all ranks, but rank {rank} was given others than rank 0")
-    return next((r for _, _, r in given if r is not None), None)
-
-
-def _unplannable(ddp: TorchDDP) -> str | None:
-    """The reason why buckets of this module cannot be planned, or None."""
-    if reason := reducer.unsupported():
-        return reason
-    trained = [p for p in ddp._module_parameters if p.requires_grad]
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
-    checks: list[tuple[bool, str]] = [
-        (dist.get_world_size(ddp.process_group) < 2, "one rank has nobody to communicate with"),
-        (ddp._use_python_reducer, "compiled autograd brings its own reducer"),
-        (
-            ddp._delay_all_reduce_all_params or bool(ddp._delay_all_reduce_params),
-            "some all-reduces are delayed by request",
-        ),
-        (ddp.mixed_precision is not None, "DDP's own mixed precision reduces through a hook"),
-        (
-            bool(ddp.find_unused_parameters) and not ddp.static_graph,
-            "with find_unused_parameters torch never puts buckets into ready order (with static_graph=True it does)",
-        ),
-        (len(dtypes) > 1, f"the parameters have several dtypes ({', '.join(dtypes)}), and torch packs each apart"),
-        (len({p.device for p in trained}) > 1, "the parameters are on several devices"),
-        (any(ddp._build_params_for_reducer()[1]), "some gradients are sparse"),
-        (any(hasattr(p, "_in_backward_optimizers") for p in trained), "optimisers run inside backward"),
-        (compiled(ddp.module), "the module is compiled, and torch.compile cuts its graphs at torch's own buckets"),
-    ]
-    return next((reason for holds, reason in checks if holds), None)
-
-
-def compiled(module: nn.Module) -> bool:
-    """Whether the module or one inside it went through torch.compile."""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules())

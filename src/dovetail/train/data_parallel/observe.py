@@ -15,7 +15,7 @@ import heapq
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,14 +83,20 @@ class Backward:
 
 @dataclass(frozen=True)
 class ObservedIteration:
-    """One synchronised iteration; times in seconds."""
+    """One synchronised iteration as this rank saw it; times in seconds."""
 
     forward: float
-    """Duration of the forward pass."""
+    """Duration of the forward pass, without its waits for parameters."""
     total: float
-    """From the start of forward until all gradients were reduced."""
+    """From the start of forward until all gradients were reduced, or an optimiser of dovetail's was through."""
+    period: float
+    """What one iteration takes: `total`, or with an optimiser of dovetail's from the end of one step to the next."""
     ready: tuple[tuple[int, float], ...]
     """(parameter, seconds after the end of forward), in the order in which gradients became ready; on request only."""
+    used: dict[int, float] = field(default_factory=dict)
+    """Seconds from the start of forward to the first use of each parameter, where that was looked at."""
+    update: float = 0.0
+    """Duration of the optimiser, where that was looked at."""
 
 
 class Observer:
@@ -177,6 +183,7 @@ class Observer:
             ObservedIteration(
                 forward=forward_end - start,
                 total=end - start,
+                period=end - start,
                 ready=tuple((i, t - forward_end) for (i, _), t in zip(self._ready, ready, strict=True)),
             )
         )
@@ -214,7 +221,7 @@ class BucketRecorder(SpanRecorder):
         self._sent: list[tuple[int, float]] = []
         self._done: dict[int, float] = {}
         self._iterations = 0
-        reducer.replace(ddp, ddp._bucket_config, comm_hook=self._reduce)
+        reducer.replace(ddp, ddp._bucket_config, call=self._reduce)
 
     def before_forward(self) -> None:
         self._start = time.perf_counter()

@@ -1,10 +1,11 @@
-"""An optimiser of which every rank runs its share.
+"""An optimiser of which every rank runs its share: the second line.
 
-    model = dovetail.DistributedDataParallel(model, overlap="forward")
+    model = dovetail.DistributedDataParallel(model)
     optimizer = dovetail.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
 
 The torch optimiser keeps its parameter groups, and changes to them (by a learning-rate scheduler) take effect. Its
-arithmetic runs on this rank's pieces of the parameters, so state takes 1/n of the memory.
+arithmetic runs on this rank's pieces of the parameters: of a split bucket 1/n, so that state takes 1/n of the memory,
+of a whole bucket all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from dovetail.core.errors import Error
+from dovetail.core.plan import Bucket
 
 from . import optimizer_state as states
 from .exchange import GradientExchange
-from .forward_overlap import ForwardOverlap
-from .shard_layout import ShardedBucket
+from .module import DistributedDataParallel
+from .shard_layout import ShardedBucket, ShardPiece, in_memory_order
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 """Optimisers of torch.optim in which an element's new value depends on that element's gradients only."""
@@ -46,25 +48,24 @@ log = logging.getLogger("dovetail")
 
 
 def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) -> ShardedOptimizer:
-    """Lets every rank update its share of a model's parameters and send it to the others behind the next forward pass.
+    """Lets communication hide behind the next forward pass too. All ranks call it at the same point.
 
-    `step()` waits for the reduced gradients of this rank's share bucket by bucket, and the torch optimiser's own code
-    updates the share. Then the new values are sent, in the order in which forward needs them. `step()` returns while
-    they are on their way; code that uses a parameter before it has arrived waits for it.
+    From here on gradients travel in buckets each of its own kind. `step()` waits for the reduced gradients bucket by
+    bucket, and the torch optimiser's own code updates what this rank has of each. The new values of split buckets are
+    then sent, in the order in which forward needs them. `step()` returns while they are on their way; code that uses a
+    parameter before it has arrived waits for it.
 
     Args:
         optimizer: any optimiser of torch.optim that works element by element; use what is returned in its place.
-        model: wrapped with `dovetail.DistributedDataParallel(model, overlap="forward")`.
+        model: wrapped with `dovetail.DistributedDataParallel(model)`.
         elementwise: promises that an optimiser from outside torch.optim works element by element.
     """
-    if not isinstance(model, ForwardOverlap):
-        raise Error(
-            "optimizer: expected a model wrapped with dovetail.DistributedDataParallel(model, overlap='forward')"
-        )
+    if not isinstance(model, DistributedDataParallel):
+        raise Error("optimizer: expected a model wrapped with dovetail.DistributedDataParallel")
     if not isinstance(optimizer, Optimizer):
         raise Error(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
     _check(optimizer, model, elementwise)
-    made = ShardedOptimizer(optimizer, model)
+    made = ShardedOptimizer(optimizer, model, model.open_exchange())
     model.attach(made)
     return made
 
@@ -72,12 +73,12 @@ def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) ->
 class ShardedOptimizer(Optimizer):
     """What `dovetail.optimizer` returns, used in place of the optimiser it was made from."""
 
-    def __init__(self, inner: Optimizer, model: ForwardOverlap) -> None:
+    def __init__(self, inner: Optimizer, model: DistributedDataParallel, exchange: GradientExchange) -> None:
         # Not Optimizer.__init__, which would make new groups: schedulers change these.
         groups = inner.param_groups
         super().__setstate__({"defaults": inner.defaults, "state": defaultdict(dict), "param_groups": groups})
         self._inner = inner
-        self._exchange: GradientExchange = model.exchange
+        self._exchange = exchange
         self._group: dist.ProcessGroup = model.process_group
         self._of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
         self._shells: list[Optimizer] = []
@@ -98,11 +99,16 @@ class ShardedOptimizer(Optimizer):
         self._refuse_lone_gradients()
         self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for the inner optimiser looks here
         exchange.updating = 0.0
+        whole = []
         for bucket in reduced:
-            began = time.perf_counter()
-            self._update(bucket)
-            exchange.updating += time.perf_counter() - began
+            if bucket.kind == "whole":
+                whole.append(bucket)
+            else:
+                self._update(bucket)
         exchange.gather()
+        # While the first new values are on their way: nobody waits for what every rank updates for itself.
+        for bucket in whole:
+            self._update(bucket)
         exchange.after_step(start)
         return loss
 
@@ -121,9 +127,21 @@ class ShardedOptimizer(Optimizer):
     ) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ over the gradients of the whole model. All ranks call it together."""
         exchange = self._exchange
+        if not exchange.active:
+            parameters = [s.parameter for s in exchange.slots]
+            return torch.nn.utils.clip_grad_norm_(
+                parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
         buckets = list(exchange.reduced())
         pieces = [p for b in buckets for p in b.pieces if exchange.has_gradient(p.index)]
-        norms = [torch.linalg.vector_norm(p.gradient, norm_type) for p in pieces]
+        # What every rank has whole counts once.
+        counted = [b for b in buckets if b.kind == "split" or exchange.rank == 0]
+        norms = [
+            torch.linalg.vector_norm(p.gradient, norm_type)
+            for b in counted
+            for p in b.pieces
+            if exchange.has_gradient(p.index)
+        ]
         zero = torch.zeros((), dtype=buckets[0].share.dtype, device=exchange.device)
         # The norm of a vector of norms, rank after rank, is the norm of the whole.
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack([zero, *norms]), norm_type)
@@ -202,23 +220,32 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise Error("add_param_group: expected before dovetail.optimizer, which shares the parameters out")
 
-    def move(self, order: list[int], cuts: list[int]) -> None:
-        """Changes to new buckets: the state of every element moves to the rank that updates it from now on."""
+    def move(self, order: Sequence[int], buckets: Sequence[Bucket], *, active: bool = True) -> None:
+        """Changes to new buckets: the state of every element moves to where it is updated from now on.
+
+        All ranks call it at the same point. `active`: the exchange is in charge from now on, else torch's reducer is,
+        and gradients are whole in `.grad`.
+        """
         exchange = self._exchange
         exchange.settle()
-        mine = self._mine()
-        for bucket in exchange.buckets:
+        mine, had = self._mine(), exchange.active
+        for bucket in exchange.buckets if had else ():
             for piece in bucket.pieces:
                 if exchange.has_gradient(piece.index):
                     mine[piece.index] = {**mine[piece.index], GRADIENT: piece.gradient}
         whole = states.whole(exchange, mine)
         gradients = {i: {GRADIENT: s.pop(GRADIENT)} for i, s in whole.items() if GRADIENT in s}
-        exchange.lay_out(order, cuts)
+        exchange.lay_out(order, buckets)
         self.state.clear()
         self._build()
         states.share_out(exchange, {i: s for i, s in whole.items() if s}, self.state.__setitem__)
-        places = {p.values: p.gradient for b in exchange.buckets for p in b.pieces}
-        states.share_out(exchange, gradients, lambda values, part: places[values].copy_(part[GRADIENT]))
+        exchange.active = active
+        if not active:
+            for i, gradient in gradients.items():
+                exchange.slots[i].parameter.grad = gradient[GRADIENT]
+        else:
+            places = {p.values: p.gradient for b in exchange.buckets for p in b.pieces}
+            states.share_out(exchange, gradients, lambda values, part: places[values].copy_(part[GRADIENT]))
 
     def _mine(self) -> states.State:
         return states.of_pieces(self._exchange, lambda values: self.state.get(values, {}))
@@ -241,15 +268,27 @@ class ShardedOptimizer(Optimizer):
         return self._of.get(id(self._exchange.slots[index].parameter))
 
     def _update(self, bucket: ShardedBucket) -> None:
-        shell = self._shells[bucket.number]
+        began, shell = time.perf_counter(), self._shells[bucket.number]
         for ours, theirs in zip(shell.param_groups, self.param_groups, strict=True):
             ours.update(_options(theirs))
+        if bucket.master is not None and bucket.lost is not None:
+            torch.add(bucket.mine, bucket.lost.owned, out=bucket.master)
         for piece in bucket.pieces:
-            piece.values.grad = piece.gradient if self._exchange.has_gradient(piece.index) else None
+            piece.values.grad = self._gradient(piece) if self._exchange.has_gradient(piece.index) else None
         shell.step()
+        self._exchange.updating += time.perf_counter() - began
+
+    def _gradient(self, piece: ShardPiece) -> torch.Tensor:
+        if self._exchange.active:
+            return piece.gradient
+        parameter = self._exchange.slots[piece.index].parameter
+        assert parameter.grad is not None, "the caller has looked"
+        return in_memory_order(parameter.grad, parameter)[piece.start : piece.stop]
 
     def _refuse_lone_gradients(self) -> None:
         """Refuses gradients that were never sent to the other ranks."""
+        if not self._exchange.active:
+            return
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
@@ -258,7 +297,7 @@ class ShardedOptimizer(Optimizer):
                 index = self._exchange.index.get(id(parameter))
                 if index is None:
                     raise Error("step: a parameter that was frozen when the model was wrapped has a gradient now")
-                if gradient is not self._exchange.slots[index].scattered:
+                if not self._exchange.has_gradient(index):
                     raise Error(
                         f"step: the gradient of {self._exchange.slots[index].name!r} is this rank's own: the last "
                         "backward pass ran inside no_sync(), or was the second of one forward pass"
@@ -270,7 +309,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k != "params"}
 
 
-def _check(optimizer: Optimizer, model: ForwardOverlap, elementwise: bool) -> None:
+def _check(optimizer: Optimizer, model: DistributedDataParallel, elementwise: bool) -> None:
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
     if not known and (not elementwise or kind.__module__.startswith("torch.optim")):
@@ -280,11 +319,12 @@ def _check(optimizer: Optimizer, model: ForwardOverlap, elementwise: bool) -> No
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise Error("optimizer: differentiable=True needs whole parameters in one graph")
-    if isinstance(getattr(model, "optimizer", None), ShardedOptimizer):
+    if model.optimizer is not None:
         raise Error("optimizer: this model has one already; put all its parameters into the groups of one optimiser")
+    reduced = {id(p) for _, p in model.reduced_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in model.exchange.index:
+            if parameter.requires_grad and id(parameter) not in reduced:
                 raise Error(
                     "optimizer: it holds a parameter that is not one of the model's, or was frozen when wrapped"
                 )

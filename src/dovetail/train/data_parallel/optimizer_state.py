@@ -15,14 +15,14 @@ import torch
 
 from dovetail.core.errors import Error
 
-from . import ring
 from .exchange import GradientExchange
 from .shard_layout import ShardedBucket, in_memory_order, in_shape
+from .wire import ring
 
 State = dict[int, dict[str, Any]]
 """Optimiser state by index of the parameter."""
 
-TAG = 2**20
+TAG = 2**30
 """First tag of messages about state: if one rank alone asks for state, it must not receive another's gradients."""
 
 WHAT = "gathering optimiser state from all ranks (each of them must call state_dict() if one does)"
@@ -100,13 +100,12 @@ def _gather(
     """One kind of state of a whole bucket; zero where a parameter has none."""
     assert len(dtypes) == 1, "one kind of state has one dtype"
     out = torch.zeros(bucket.values.numel(), dtype=dtypes.pop(), device=exchange.device)
-    width = bucket.share.numel()
-    share = out[exchange.rank * width : (exchange.rank + 1) * width]
     for piece in bucket.pieces:
         if key in mine.get(piece.index, {}):
-            at = bucket.offsets[piece.index] + piece.start - exchange.rank * width
-            share[at : at + piece.stop - piece.start].copy_(mine[piece.index][key])
-    exchange.communicate(WHAT, lambda: ring.all_gather(share, out, exchange.group, tag=TAG))
+            at = bucket.offsets[piece.index] + piece.start
+            out[at : at + piece.stop - piece.start].copy_(mine[piece.index][key])
+    if bucket.kind == "split":
+        exchange.communicate(WHAT, lambda: ring.all_gather(out, exchange.group, tag=TAG))
     return out
 
 
@@ -130,7 +129,6 @@ def _gather_objects(exchange: GradientExchange, value: Any) -> list[Any]:
 
 def _all_gather_on(exchange: GradientExchange, out: torch.Tensor) -> torch.Tensor:
     there = out.to(exchange.device)
-    share = there.view(exchange.ranks, -1)[exchange.rank]
-    exchange.communicate(WHAT, lambda: ring.all_gather(share, there, exchange.group, tag=TAG))
+    exchange.communicate(WHAT, lambda: ring.all_gather(there, exchange.group, tag=TAG))
     out.copy_(there)
     return out

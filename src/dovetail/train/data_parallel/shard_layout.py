@@ -1,20 +1,28 @@
-"""Where parameters and gradients are in memory: flat buckets, of which every rank updates one n-th.
+"""Where parameters and gradients are in memory: flat buckets, which every rank updates whole or one n-th of.
 
 A bucket holds the values of its parameters end to end in one tensor, padded so that n ranks can share it out evenly;
-the parameters are views of it. Their gradients have a tensor of the same form. Rank r's share is the r-th of n equal
-parts. It covers pieces of a few parameters: the rank gets the summed gradients of these pieces and updates them.
+the parameters are views of it. Their gradients have a tensor of the same form. Of a split bucket rank r's share is the
+r-th of n equal parts. It covers pieces of a few parameters: the rank gets the summed gradients of these pieces and
+updates them. Of a whole bucket every rank's share is all of it.
+
+A bucket that travels in fewer bytes keeps what was lost on the way and adds it the next time: of this rank's
+contributions, and of what this rank sends as the owner of its n-th.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from . import ring
-from .lane import LaneWork
+from dovetail.core.network import Precision
+from dovetail.core.plan import Bucket, BucketKind
+
+from .wire import ring
+from .wire.lane import LaneWork
 
 
 @dataclass(frozen=True)
@@ -25,9 +33,39 @@ class ShardPiece:
     start: int
     stop: int
     values: torch.Tensor
-    """One-dimensional view of the parameter's elements."""
+    """The elements that the optimiser updates, one-dimensional."""
     gradient: torch.Tensor
     """The gradient of these elements, summed over ranks."""
+
+
+@dataclass(frozen=True)
+class LostParts:
+    """What the codec has lost of a bucket that travels in fewer bytes, in fp32, to be sent the next time."""
+
+    contribution: torch.Tensor
+    """Of this rank's gradients: one element for each of the bucket's."""
+    owned: torch.Tensor
+    """Of this rank's n-th: of the sums that it sends, or of the new values."""
+
+
+class GradientBuffers:
+    """Memory for the gradients of split buckets that are on their way, used again by whichever bucket comes next."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor as long as `like`, with any content."""
+        with self._lock:
+            fits = [k for k, b in enumerate(self._free) if b.numel() >= like.numel()]
+            found = self._free.pop(min(fits, key=lambda k: self._free[k].numel())) if fits else None
+        return torch.empty_like(like) if found is None else found[: like.numel()]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        whole = buffer if buffer._base is None else buffer._base
+        with self._lock:
+            self._free.append(whole)
 
 
 @dataclass(eq=False)
@@ -35,67 +73,123 @@ class ShardedBucket:
     """Parameters whose gradients travel together, and whose new values do too."""
 
     number: int
+    kind: BucketKind
+    precision: Precision
     members: tuple[int, ...]
     values: torch.Tensor
-    gradients: torch.Tensor
+    gradients: torch.Tensor | None
+    """This rank's gradients, end to end as the values are; of a whole bucket, afterwards the reduced ones. A split
+    bucket has them only from the first gradient of a pass until they are reduced."""
     share: torch.Tensor
-    """This rank's n-th of the reduced gradients."""
-    views: dict[int, torch.Tensor]
-    """View of each member's place in `gradients`."""
+    """The reduced gradients that this rank has: its n-th, or all of them (`gradients` itself) of a whole bucket."""
+    first: int
+    """Index of the first element of the share."""
+    master: torch.Tensor | None
+    """Of a split bucket in fewer bytes: this rank's n-th as the optimiser updates it. Else that is part of `values`."""
+    lost: LostParts | None
+    parameters: dict[int, nn.Parameter]
     pointers: dict[int, int]
     """Address of each member's values: the parameter must still be there when new values arrive."""
     offsets: dict[int, int]
     pieces: tuple[ShardPiece, ...]
     missing: int = 0
     """Number of members whose gradient of this pass is not there yet."""
+    standing: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of a whole bucket: reduced gradients that were not zeroed, to which those of the next pass are added."""
     reducing: LaneWork | None = field(default=None)
 
-    def mine(self, rank: int) -> torch.Tensor:
-        """This rank's n-th of the values."""
-        width = self.share.numel()
-        return self.values[rank * width : (rank + 1) * width]
+    def place(self, index: int) -> torch.Tensor:
+        """A member's place in `gradients`, in the shape of the parameter."""
+        assert self.gradients is not None, "the bucket is open"
+        return _same_form(self.gradients, self.parameters[index], self.offsets[index])
+
+    def open(self, buffers: GradientBuffers) -> None:
+        """Gets memory for the gradients, if it has none."""
+        if self.gradients is None:
+            self.gradients = buffers.take(self.values)
+            self.gradients[self.filled :].zero_()  # the padding travels too
+
+    def close(self, buffers: GradientBuffers) -> None:
+        """Gives the memory of a split bucket's gradients back: they are reduced."""
+        if self.kind == "split" and self.gradients is not None:
+            buffers.give(self.gradients)
+            self.gradients = None
+
+    @property
+    def filled(self) -> int:
+        """Elements without the padding."""
+        return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def bytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+    @property
+    def mine(self) -> torch.Tensor:
+        """This rank's share of the values."""
+        return self.values[self.first : self.first + self.share.numel()]
 
 
 def lay_out(
-    parameters: Sequence[nn.Parameter], order: Sequence[int], cuts: Sequence[int], *, ranks: int, rank: int
+    parameters: Sequence[nn.Parameter], order: Sequence[int], buckets: Sequence[Bucket], *, ranks: int, rank: int
 ) -> list[ShardedBucket]:
-    """Moves the parameters into buckets: `order` names them in gradient-ready order, `cuts` the end of each bucket.
+    """Moves the parameters into buckets: `order` names them in gradient-ready order, in which `buckets` count.
 
     Every Parameter object stays the same; only its memory changes.
     """
-    assert sorted(order) == list(range(len(parameters))) and list(cuts)[-1] == len(order)
-    starts = [0, *cuts[:-1]]
+    assert sorted(order) == list(range(len(parameters))) and buckets[-1].stop == len(order)
     return [
-        _bucket(number, [order[k] for k in range(start, stop)], parameters, ranks, rank)
-        for number, (start, stop) in enumerate(zip(starts, cuts, strict=True))
+        _bucket(number, [order[k] for k in range(b.start, b.stop)], b, parameters, ranks, rank)
+        for number, b in enumerate(buckets)
     ]
 
 
 def _bucket(
-    number: int, members: list[int], parameters: Sequence[nn.Parameter], ranks: int, rank: int
+    number: int, members: list[int], plan: Bucket, parameters: Sequence[nn.Parameter], ranks: int, rank: int
 ) -> ShardedBucket:
     like = parameters[members[0]]
     elements = ring.padded(sum(parameters[i].numel() for i in members), ranks)
     values = torch.zeros(elements, dtype=like.dtype, device=like.device)
-    gradients = torch.zeros_like(values)
-    width = elements // ranks
-    share = torch.zeros(width, dtype=like.dtype, device=like.device)
-    views, pointers, offsets, pieces, at = {}, {}, {}, [], 0
+    gradients, width, first, master, lost = None, elements, 0, None, None
+    if plan.kind == "split":
+        width = elements // ranks
+        first, share = rank * width, torch.zeros(width, dtype=like.dtype, device=like.device)
+    else:
+        share = gradients = torch.zeros_like(values)
+    if plan.precision != "full" and ranks > 1:
+        lost = LostParts(torch.zeros_like(values), torch.zeros(elements // ranks, dtype=like.dtype, device=like.device))
+        master = torch.zeros_like(share) if plan.kind == "split" else None
+    updated = values[first : first + width] if master is None else master
+    pointers, offsets, pieces, at = {}, {}, [], 0
     for i in members:
         parameter = parameters[i]
         place = _same_form(values, parameter, at)
         place.copy_(parameter.data)
         parameter.data = place
-        views[i], pointers[i], offsets[i] = _same_form(gradients, parameter, at), place.data_ptr(), at
-        low, high = max(at, rank * width), min(at + parameter.numel(), (rank + 1) * width)
-        empty = not parameter.numel() and rank == 0  # some rank must have its state, as torch's optimisers do
+        pointers[i], offsets[i] = place.data_ptr(), at
+        low, high = max(at, first), min(at + parameter.numel(), first + width)
+        # Some rank must have the state of a parameter without elements, as torch's optimisers do.
+        empty = not parameter.numel() and (plan.kind == "whole" or rank == 0)
         if low < high or empty:
-            high = max(low, high)
-            gradient = share[low - rank * width : high - rank * width]
-            pieces.append(ShardPiece(i, low - at, high - at, values[low:high], gradient))
+            here = slice(low - first, max(low, high) - first)
+            pieces.append(ShardPiece(i, low - at, max(low, high) - at, updated[here], share[here]))
         at += parameter.numel()
     return ShardedBucket(
-        number, tuple(members), values, gradients, share, views, pointers, offsets, tuple(pieces), missing=len(members)
+        number=number,
+        kind=plan.kind,
+        precision=plan.precision,
+        members=tuple(members),
+        values=values,
+        gradients=gradients,
+        share=share,
+        first=first,
+        master=master,
+        lost=lost,
+        parameters={i: parameters[i] for i in members},
+        pointers=pointers,
+        offsets=offsets,
+        pieces=tuple(pieces),
+        missing=len(members),
     )
 
 
@@ -117,10 +211,14 @@ def strides(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The elements of something with the shape of `parameter`, one-dimensional, in the order of its memory."""
-    buffer = torch.empty_strided(parameter.size(), strides(parameter), dtype=tensor.dtype, device=tensor.device)
-    buffer.copy_(tensor)
-    return torch.as_strided(buffer, (parameter.numel(),), (1,))
+    """The elements of something with the shape of `parameter`, one-dimensional, in the order of its memory.
+
+    A view where the tensor has the parameter's strides, else a copy.
+    """
+    if tuple(tensor.stride()) != strides(parameter):
+        buffer = torch.empty_strided(parameter.size(), strides(parameter), dtype=tensor.dtype, device=tensor.device)
+        tensor = buffer.copy_(tensor)
+    return torch.as_strided(tensor, (parameter.numel(),), (1,), tensor.storage_offset())
 
 
 def in_shape(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -1,38 +1,54 @@
-"""The contest of plans in real iterations: how much effort it takes, who wins, and what `explain()` says of it.
+"""The contest of plans in real iterations: how much effort it takes, and who wins.
 
-Both tuners share this. `compete` is one phase of a tuner: a generator that is handed one finished training iteration at
-a time. All ranks run it over the same plans and leave it with the same winner.
+`compete` is one phase of the tuner: a generator that is handed one finished training iteration at a time. All ranks run
+it over the same plans and leave it with the same verdict. It has two parts:
+
+1. The heats: every plan runs for a few iterations. They only choose the challenger, the plan that looked fastest.
+2. The duel: the challenger against the first plan, in pairs of turns right after each other. A coin decides which of
+   the two begins a pair. Only the duel decides, and only the duel says how much is gained.
+
+So what chooses the challenger is not what judges it: a plan that was lucky in the heats starts anew. And where both are
+equally fast, a coin alone decides which of two turns counts for whom; then whatever the machine does meanwhile (drift,
+bursts, another job that starts) makes a difference in favour of the challenger as likely as one against it. Wilcoxon's
+signed-rank test counts how likely the differences seen would be. The chance of keeping a plan that is no faster than
+the first is at most ERROR, whatever the noise and however many plans there are.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+import secrets
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from random import Random
+from typing import TypeVar
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dovetail import planning
 from dovetail.core.errors import Error
-from dovetail.core.network import Collective, CostSample, Fit, Network
 from dovetail.core.plan import Plan
-from dovetail.core.profile import Layer, LayerTime, Profile, exactly
+from dovetail.measure import stats
 from dovetail.train import agree
 
 Seen = TypeVar("Seen")
 """What a tuner knows of one iteration."""
-State = Literal["measuring", "trying", "done", "off"]
+
+ERROR = 0.05
+"""Chance, at most, of keeping a plan that is no faster than the first one."""
+FIRST_LOOK = 1 / 32
+"""The part of it that is spent when the duel is half over; the rest is left for its end."""
+LEAST_PAIRS = 5
+"""With fewer even a plan that wins every pair could have been lucky."""
+NEAR = 0.2
+"""An iteration counts as undisturbed up to so much above the fast ones of its like."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How much effort goes into finding a plan. With the defaults it takes about fifty training iterations."""
+    """How much effort goes into finding a plan. With the defaults it takes about 75 training iterations."""
 
     warmup: int = 3
     """Iterations that are not looked at: the first ones allocate, compile and fill caches."""
@@ -42,16 +58,21 @@ class Tuning:
     """Bucketings to try, torch's own among them."""
     settle: int = 2
     """Iterations after each change of buckets that do not count: torch puts buckets into ready order on the second."""
-    steps: int = 4
-    """Iterations that count, per candidate and round."""
-    rounds: int = 2
-    """Rounds over the candidates, in alternating order, so that drift hits all alike."""
+    steps: int = 3
+    """Iterations that count, per candidate and heat."""
+    rounds: int = 1
+    """Heats, in alternating order."""
+    duel: int = 6
+    """Pairs of turns in which the fastest candidate is compared with torch's own buckets; in much noise up to three
+    times as many."""
+    duel_steps: int = 2
+    """Iterations that count, per turn of the duel."""
     network_seconds: float = 3.0
     """Time budget for measuring the network, in seconds, spent once."""
     margin: float = 0.01
     """A plan must be faster than torch's own buckets by this share to replace them."""
     drop: float = 0.08
-    """A candidate slower than the best so far by this share does not run in the next round."""
+    """A candidate slower than the best so far by this share does not run in the next heat."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -61,16 +82,38 @@ class Tuning:
             ("settle", 2),
             ("steps", 1),
             ("rounds", 1),
+            ("duel", LEAST_PAIRS),
+            ("duel_steps", 1),
         ):
             if getattr(self, name) < least:
                 raise Error(f"Tuning.{name}: expected at least {least}, got {getattr(self, name)}")
 
+    @property
+    def most(self) -> int:
+        """Iterations that planning takes at most, from the first to the one after which the kept plan is in force."""
+        heats = self.candidates * self.rounds * (self.settle + self.steps)
+        duel = 3 * 2 * self.duel * (self.settle + self.duel_steps)
+        return self.warmup + 2 * self.measure + self.settle + heats + duel + 1
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """A plan that enters the contest."""
+
+    plan: Plan
+    label: str
+    """What it is called in `explain()`."""
+    predicted: float
+    """Seconds per iteration, of what the contest measures."""
+
 
 @dataclass(frozen=True)
 class Trial:
-    """A bucketing that ran for some real iterations; times in seconds per iteration, as `compete` was handed them."""
+    """A plan that ran for some real iterations; times in seconds per iteration, as `compete` was handed them."""
 
     plan: Plan
+    label: str
+    predicted: float
     baseline: bool
     median: float
     low: float
@@ -78,93 +121,39 @@ class Trial:
     high: float
     """The ninetieth percentile."""
     steps: int
-    """Iterations that counted."""
+    """Iterations that counted, those of the duel included."""
+    lost: float = 0.0
+    """Share of these iterations' time that the disturbed ones took beyond a typical one."""
     dropped: bool = False
-    """It was clearly slower in one round and did not run in the next."""
-
-    @property
-    def label(self) -> str:
-        own = "torch's own buckets" if self.plan.overlap == "backward" else "buckets of torch's sizes"
-        return own if self.baseline else f"plan {self.plan.policy}"
+    """It was clearly slower in one heat and did not run in the next."""
 
 
 @dataclass(frozen=True)
-class TuningReport:
-    """What was measured, tried and kept; times in seconds."""
+class PairedGain:
+    """How much faster one plan is than another, from pairs of turns; shares of the slower one's time: 0.1 is 10 %."""
 
-    state: State
-    overlap: Literal["backward", "forward"] = "backward"
-    """What communication hides behind; with "forward" it is the backward and the next forward pass."""
-    reason: str = ""
-    """The reason why planning is off."""
-    steps: int = 0
-    """Iterations seen so far."""
-    workers: int = 0
-    tensors: int = 0
-    bytes: int = 0
-    """Gradients of one iteration."""
-    forward: float = 0.0
-    backward: float = 0.0
-    network: Network | None = None
-    trials: tuple[Trial, ...] = ()
-    kept: Trial | None = None
-    plan: Plan | None = None
-    """The plan in force; None for torch's own buckets."""
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def gain(self) -> float:
-        """Share of an iteration's time that is saved against torch's own buckets: 0.1 is 10 %."""
-        baseline = next((t for t in self.trials if t.baseline), None)
-        if self.kept is None or baseline is None:
-            return 0.0
-        return 1 - self.kept.median / baseline.median
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    gain: float
+    low: float
+    high: float
+    """Ends of the interval that holds the true gain in at least nine of ten duels."""
+    chance: float
+    """Chance of differences as good as these or better, if there were nothing to gain."""
+    pairs: int
 
 
-def _lines(r: TuningReport) -> list[str]:
-    if r.state == "off":
-        if r.overlap == "forward":
-            return [f"dovetail: reduce-scatter behind backward, all-gather behind forward; {r.reason}", *r.notes]
-        what = f"a given plan ({r.plan.policy}, {len(r.plan.buckets)} buckets)" if r.plan else "torch's own buckets"
-        return [f"dovetail: {what}; {r.reason}", *r.notes]
-    lines = [f"dovetail: {r.workers} workers, {r.tensors} tensors, {_size(r.bytes)} of gradients a step"]
-    if r.forward:
-        lines.append(f"  measured  forward {_ms(r.forward)}, backward {_ms(r.backward)}")
-    for collective, measured in r.network.collectives.items() if r.network is not None else ():
-        fit, name = measured.fit, collective.replace("_", "-")
-        rate = 1 / fit.seconds_per_byte / 1e6 if fit.seconds_per_byte else float("inf")
-        lines.append(
-            f"  network   {name}: {_ms(fit.latency)} to start, then {rate:.0f} MB/s (fit within {fit.error:.0%})"
-        )
-    for trial in r.trials:
-        lines.append(
-            f"  {'kept ' if trial is r.kept else 'tried'}     {trial.label}: {len(trial.plan.buckets)} buckets, "
-            f"{_ms(trial.median)} a step ({_ms(trial.low)} to {_ms(trial.high)}), "
-            f"predicted {_ms(trial.plan.prediction.iteration)}{', dropped early' if trial.dropped else ''}"
-        )
-    if r.state == "done" and r.kept is not None:
-        if r.kept.baseline:
-            lines.append(f"  result    no plan was faster than {r.kept.label}, so those stay: a tie, not a gain")
-        else:
-            lines.append(f"  result    {r.gain:.1%} less time a step than {r.trials[0].label}")
-    elif r.state in ("measuring", "trying"):
-        lines.append(f"  now       {r.state}, after {r.steps} steps; ask again later")
-    return [*lines, *(f"  note      {n}" for n in r.notes)]
+@dataclass(frozen=True)
+class Verdict:
+    """What a contest has decided."""
 
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+    kept: int
+    """Index of the plan to keep."""
+    challenger: int = 0
+    """Index of the plan that was compared with the first in the duel; 0 if none was."""
+    duel: PairedGain | None = None
 
 
 def compete(
-    plans: Sequence[Plan],
+    plans: Sequence[TrialPlan],
     tuning: Tuning,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -172,120 +161,132 @@ def compete(
     use: Callable[[int], None],
     seconds: Callable[[Seen], float],
     tell: Callable[[tuple[Trial, ...]], None],
-) -> Generator[None, Seen, int]:
-    """Runs the plans in turn and returns the index of the one to keep, the same on all ranks.
+) -> Generator[None, Seen, Verdict]:
+    """Lets the plans run and returns which one to keep, the same on all ranks.
 
     The first plan is the one to beat. `use(i)` puts the i-th plan in force, `seconds` gives the time of an iteration,
-    and `tell` gets the results of each round.
+    and `tell` gets the results so far, after every heat and after the duel.
     """
     times: list[list[float]] = [[] for _ in plans]
     dropped: set[int] = set()
-    trials: tuple[Trial, ...] = ()
-    for turn in range(tuning.rounds):
-        among = [i for i in range(len(plans)) if i not in dropped]
-        for i in reversed(among) if turn % 2 else among:
+    now = -1
+
+    def turn(i: int, steps: int) -> Generator[None, Seen, list[float]]:
+        nonlocal now
+        if i != now:
             use(i)
+            now = i
             for _ in range(tuning.settle):
                 yield
-            mine = []
-            for _ in range(tuning.steps):
-                mine.append(seconds((yield)))
-            # The rank that arrived last saw the shortest time, which has no waiting for others in it.
-            times[i] += agree.smallest(mine, group, device)
-        best = min(float(np.median(t)) for t in times if t)
-        if turn < tuning.rounds - 1:  # after the last round there is no next one to leave out of
-            dropped |= {i for i in among if i and np.median(times[i]) > best * (1 + tuning.drop)}
-        trials = tuple(_trial(p, t, i, i in dropped) for i, (p, t) in enumerate(zip(plans, times, strict=True)))
-        tell(trials)
-    return agree.from_first(fastest(trials, tuning.margin), group, device)
+        mine = []
+        for _ in range(steps):
+            mine.append(seconds((yield)))
+        # The rank that arrived last saw the shortest time, which has no waiting for others in it.
+        agreed = agree.smallest(mine, group, device)
+        times[i] += agreed
+        return agreed
+
+    for heat in range(tuning.rounds):
+        among = [i for i in range(len(plans)) if i not in dropped]
+        for i in reversed(among) if heat % 2 else among:
+            yield from turn(i, tuning.steps)
+        typical = [_typical(t) for t in times]
+        if heat < tuning.rounds - 1:  # after the last heat there is no next one to leave out of
+            dropped |= {i for i in among if i and typical[i] > min(typical) * (1 + tuning.drop)}
+        tell(_trials(plans, times, dropped))
+    challenger = min((i for i in range(len(plans)) if i not in dropped), key=lambda i: typical[i])
+    if not challenger:
+        return Verdict(kept=0)
+
+    coin = Random(agree.from_first(secrets.randbits(32), group, device))
+
+    def fight() -> Generator[None, Seen, list[float]]:
+        differences = []
+        for _ in range(tuning.duel):
+            pair = {}
+            for i in (0, challenger) if coin.random() < 0.5 else (challenger, 0):
+                pair[i] = _fast((yield from turn(i, tuning.duel_steps)))
+            differences.append(float(np.log(pair[0] / pair[challenger])))
+        tell(_trials(plans, times, dropped))
+        return differences
+
+    differences = yield from fight()
+    result, allowed = compared(differences), FIRST_LOOK
+    if result.gain >= tuning.margin and result.chance > allowed:
+        differences += yield from fight()
+        result, allowed = compared(differences), ERROR - FIRST_LOOK
+    wins = result.gain >= tuning.margin and result.chance <= allowed
+    if wins and result.high - result.low > result.gain:
+        # In so much noise whoever wins has been lucky as well: what it gains is told by pairs that did not choose it.
+        result = compared((yield from fight()))
+        wins = result.gain >= tuning.margin
+    return Verdict(kept=challenger if wins else 0, challenger=challenger, duel=result)
 
 
-def fastest(trials: Sequence[Trial], margin: float) -> int:
-    """Index of the first trial, unless another is faster by the margin and by more than noise."""
-    best = min(range(len(trials)), key=lambda i: (trials[i].dropped, trials[i].median))
-    gain = trials[0].median - trials[best].median
-    return 0 if gain < trials[0].median * margin or gain < _noise(trials[0], trials[best]) else best
+def compared(differences: Sequence[float]) -> PairedGain:
+    """Judges a duel; `differences` are logarithms of how many times as long the first plan took, one for each pair.
+
+    The estimate is that of Hodges and Lehmann, the median of the means of any two differences, and the interval goes
+    with the test: it ends where the test would begin to tell a difference. One pair that was disturbed moves neither.
+    """
+    means = np.sort([(a + b) / 2 for a, b in combinations_with_replacement(differences, 2)])
+    sums = np.cumsum(_rank_sums(range(1, len(differences) + 1)))
+    cut = max(0, int(np.searchsorted(sums, ERROR, side="right")) - 1)  # leaves out a twentieth on either side
+    return PairedGain(
+        gain=_share(float(np.median(means))),
+        low=_share(float(means[cut])),
+        high=_share(float(means[-1 - cut])),
+        chance=signed_rank(differences),
+        pairs=len(differences),
+    )
 
 
-def _trial(plan: Plan, seconds: list[float], position: int, dropped: bool) -> Trial:
+def signed_rank(differences: Sequence[float]) -> float:
+    """Wilcoxon's one-sided signed-rank test: chance of such differences or more positive ones, if signs were coins."""
+    sizes = np.abs(differences)
+    # Ranks of the absolute values, doubled so that the mean rank of equal ones is a whole number; zeros count nothing.
+    ranks = [int(2 * np.sum(sizes < s) + np.sum(sizes == s) + 1) if s > 0 else 0 for s in sizes]
+    seen = sum(r for r, d in zip(ranks, differences, strict=True) if d > 0)
+    return float(_rank_sums(ranks)[seen:].sum())
+
+
+def _rank_sums(ranks: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Chance of each sum of ranks, from 0 on, if a fair coin decides whether a rank is in the sum."""
+    chances = np.ones(1)
+    for rank in ranks:
+        chances = np.pad(chances, (0, rank)) / 2 + np.pad(chances, (rank, 0)) / 2
+    return chances
+
+
+def _share(logarithm: float) -> float:
+    return float(-np.expm1(-logarithm))
+
+
+def _fast(seconds: Sequence[float]) -> float:
+    """Mean of the faster half of a turn's iterations: what others do to the machine only ever adds time."""
+    ordered = sorted(seconds)
+    return float(np.mean(ordered[: (len(ordered) + 1) // 2]))
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    return float(stats.typical(seconds, near=NEAR))
+
+
+def _trials(plans: Sequence[TrialPlan], times: Sequence[list[float]], dropped: set[int]) -> tuple[Trial, ...]:
+    return tuple(_trial(plan, times[i], i, i in dropped) for i, plan in enumerate(plans))
+
+
+def _trial(contender: TrialPlan, seconds: list[float], position: int, dropped: bool) -> Trial:
     low, median, high = (float(q) for q in np.quantile(seconds, [0.1, 0.5, 0.9]))
     return Trial(
-        plan=plan, baseline=not position, median=median, low=low, high=high, steps=len(seconds), dropped=dropped
-    )
-
-
-def _noise(one: Trial, other: Trial) -> float:
-    """The standard error of the difference of two medians, in seconds.
-
-    For normal noise a tenth and a ninetieth percentile are 2.56 σ apart, and a median varies by 1.25 σ/√n.
-    """
-    return math.hypot(*(1.25 * (t.high - t.low) / 2.56 / math.sqrt(t.steps) for t in (one, other)))
-
-
-def ready_gaps(
-    seen: Sequence[dict[int, float]], parameters: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[list[int], list[int], list[float]]:
-    """(first rank's order of the gradients, iterations that have them all, seconds from each gradient to the next).
-
-    `seen` has, for each iteration, when each gradient was ready on this rank. Of every gap a low quantile is taken:
-    other work of the machine must not look like computation, or the plan splits too finely. Low quantiles add up to
-    less than any iteration took, so they are scaled to a low quantile of the total.
-    """
-    order = Counter(tuple(ready) for ready in seen).most_common(1)[0][0]
-    order = agree.from_first(order, group, device)
-    usable = [n for n, ready in enumerate(seen) if set(ready) == set(order)]
-    if agree.largest([float(not usable or len(order) != parameters)], group, device)[0]:
-        raise Error("not every parameter got a gradient in every step: buckets cannot be planned from such steps")
-    stamps = np.maximum.accumulate([[seen[n][i] for i in order] for n in usable], axis=1)
-    gaps = np.quantile(np.diff(stamps, axis=1, prepend=0.0), 0.25, axis=0)
-    gaps *= np.quantile(stamps[:, -1], 0.25) / max(gaps.sum(), 1e-9)
-    return list(order), usable, gaps.tolist()
-
-
-def forward_gain(profile: Profile, network: Network) -> str:
-    """A note for `explain()`: what overlap="forward" is predicted to gain, from iterations without it.
-
-    Two things are not measured there and are assumed: forward passes through the layers in the reverse order of
-    backward, with times in proportion; and each half of an all-reduce takes half its time.
-    """
-    now = planning.plan(profile, network, policy="optimal").prediction.iteration
-    then = planning.plan(mirrored(profile), halved(network), policy="optimal", overlap="forward").prediction.iteration
-    gain = 1 - then / now
-    what = "communication would hide behind the next forward pass too"
-    if gain < 0.01:
-        return f"overlap='forward' with dovetail.optimizer: {what}, which is predicted to gain nothing here"
-    return (
-        f"overlap='forward' with dovetail.optimizer: {what}; predicted {then * 1e3:.1f} ms a step, {gain:.0%} less "
-        f"than the {now * 1e3:.1f} ms predicted for the best buckets without"
-    )
-
-
-def mirrored(profile: Profile) -> Profile:
-    """The same tensors, each in a layer of its own whose share of forward is its share of backward."""
-    forward, ready = profile.forward_time(), [0.0, *profile.ready_times()]
-    gaps = [max(0.0, b - a) for a, b in pairwise(ready)]
-    whole, count = sum(gaps), len(gaps)
-    shares = [gap / whole if whole else 1 / count for gap in gaps]
-    layers = tuple(
-        Layer(
-            name=tensor.name,
-            type="parameter",
-            parameter_bytes=tensor.bytes,
-            activation_bytes=0,
-            times=(LayerTime(batch=profile.batch, forward=exactly(forward * share), backward=exactly(gap)),),
-        )
-        for tensor, share, gap in reversed(list(zip(profile.tensors, shares, gaps, strict=True)))
-    )
-    tensors = tuple(msgspec.structs.replace(t, layer=count - 1 - k) for k, t in enumerate(profile.tensors))
-    return msgspec.structs.replace(profile, layers=layers, tensors=tensors, edges=())
-
-
-def halved(network: Network) -> Network:
-    """The network with a reduce-scatter and an all-gather that each take half of the measured all-reduce."""
-    whole = network.collectives["all_reduce"]
-    fit = Fit(latency=whole.fit.latency / 2, seconds_per_byte=whole.fit.seconds_per_byte / 2, error=whole.fit.error)
-    samples = tuple(CostSample(bytes=s.bytes, seconds=s.seconds.scaled(0.5)) for s in whole.samples)
-    half = Collective(fit=fit, samples=samples)
-    return msgspec.structs.replace(
-        network, collectives={**network.collectives, "reduce_scatter": half, "all_gather": half}
+        plan=contender.plan,
+        label=contender.label,
+        predicted=contender.predicted,
+        baseline=not position,
+        median=median,
+        low=low,
+        high=high,
+        steps=len(seconds),
+        lost=stats.lost_of_all([seconds], near=NEAR),
+        dropped=dropped,
     )

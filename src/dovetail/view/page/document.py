@@ -138,6 +138,8 @@ class BucketRow(Record, frozen=True, kw_only=True):
     tensors: int
     first: str
     last: str
+    kind: str = ""
+    """Whole or split, and the precision if it is not full; empty where all are whole."""
 
 
 class PlanSection(Record, frozen=True, kw_only=True):

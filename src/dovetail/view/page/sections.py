@@ -91,6 +91,7 @@ def planned(
                 tensors=b.stop - b.start,
                 first=chosen.tensors[b.start],
                 last=chosen.tensors[b.stop - 1],
+                kind=tables.bucket_kind(b) if chosen.overlap == "forward" else "",
             )
             for b in chosen.buckets
         ),

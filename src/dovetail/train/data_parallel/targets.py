@@ -1,0 +1,359 @@
+"""What a tuner drives: a model under torch's reducer, and a model with an optimiser of dovetail's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from dovetail import measure, planning
+from dovetail.core.errors import Error
+from dovetail.core.network import CollectiveName, Network, Precision
+from dovetail.core.plan import Overlap, Plan, Prediction, from_cuts
+from dovetail.core.profile import Profile
+from dovetail.train import agree
+
+from . import comm_hooks, reducer
+from .comm_hooks import TimedHook
+from .observe import ObservedIteration, Observer
+from .trials import TrialPlan
+from .tuning_report import forward_gain
+from .wire import coded, ring
+from .wire.lane import queued
+
+if TYPE_CHECKING:
+    from .module import DistributedDataParallel
+
+OWN = "torch's own buckets"
+PROBES = 6
+"""Sizes of buckets, each twice the one before, at which a communication hook is timed."""
+LEAST_SPLIT = 0.5
+"""Share of the bytes that must be in split buckets where memory is to be saved."""
+TRIPLE: tuple[CollectiveName, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+"""What the exchange's buckets need."""
+PRECISIONS: dict[str, tuple[Precision, ...]] = {
+    "full": (),
+    "bf16": ("bf16",),
+    "int8": ("int8",),
+    "auto": ("bf16", "int8"),
+}
+"""What may travel in place of full gradients, by the wrapper's argument."""
+
+
+class ReducerTarget:
+    """A DDP module whose buckets are torch's: a plan is a list of bucket caps. Iterations end inside backward."""
+
+    overlap: Overlap = "backward"
+
+    def __init__(self, ddp: TorchDDP) -> None:
+        self._ddp = ddp
+        self.name, self.group, self.device = type(ddp.module).__name__, ddp.process_group, ddp.device
+        ignored = ddp.parameters_to_ignore
+        self.parameters = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+        self._own = ddp._bucket_config
+        self._next: Any = None
+        self._call = comm_hooks.carried(reducer.comm_hook(ddp))
+        self._timer: TimedHook | None = None
+        self._timing = False
+
+    def begin(self, on_iteration: Callable[[ObservedIteration], None]) -> None:
+        self._on_iteration = on_iteration
+        self._observer = Observer(self._ddp, [p for _, p in self.parameters], self._ended)
+
+    def _ended(self, iteration: ObservedIteration) -> None:
+        if self._timer is not None and self._timing:
+            self._timer.end_iteration()
+        self._on_iteration(iteration)
+
+    def before_forward(self) -> None:
+        if self._next is not None and self._ddp.require_backward_grad_sync and torch.is_grad_enabled():
+            # Here and not at the end of backward: the autograd engine still holds the old reducer's callbacks there.
+            # torch complains of an unfinished backward pass; a new reducer would hide it.
+            self._ddp._check_reducer_finalized()
+            self._replace()
+        self._observer.before_forward()
+
+    def after_forward(self) -> None:
+        self._observer.after_forward()
+
+    def after_step(self) -> None:
+        """Iterations end earlier, inside backward."""
+
+    def unready(self) -> bool:
+        return comm_hooks.waits(reducer.comm_hook(self._ddp))
+
+    def watch(self, *, every_gradient: bool) -> None:
+        self._observer.watch(every_gradient=every_gradient)
+        self._timing = every_gradient
+
+    def hooked(self, late: bool) -> str | None:
+        hook = reducer.comm_hook(self._ddp)
+        assert hook is not None
+        if comm_hooks.hangs(hook, self.group):
+            return "PowerSGD waits inside gloo's own threads and hangs with more than one bucket"
+        if late and not comm_hooks.stateless(hook):
+            return "a communication hook with a state of its own came after the first step"
+        self._call = comm_hooks.carried(hook)
+        self.watch(every_gradient=False)
+        if hook.call is not None:
+            self._timer = TimedHook(self._call or hook.call, self.device)
+        self._next = self._own
+        return None
+
+    def probe(self, profile: Profile) -> Plan | None:
+        """Buckets of many sizes, where a communication hook must be timed."""
+        hook = reducer.comm_hook(self._ddp)
+        if hook is None or self._timer is None:
+            return None
+        if agree.largest([float(comm_hooks.holds_tensors(hook))], self.group, self.device)[0]:
+            raise Error(
+                f"the communication hook {hook.name} keeps tensors, which may belong to the buckets as they are"
+            )
+        return doubling(profile, dist.get_world_size(self.group))
+
+    def network(self, max_bytes: int, budget: float) -> Network:
+        hook, timer, self._timer = reducer.comm_hook(self._ddp), self._timer, None
+        if timer is not None:
+            assert hook is not None
+            return timer.network(hook.name, self.group, self.device)
+        via: dict[CollectiveName, Callable[[torch.Tensor], object]] = {}
+        if hook is not None and hook.builtin == BuiltinCommHookType.FP16_COMPRESS:
+            via["all_reduce"] = lambda flat: _in_half(flat, self.group)
+        return measure.network(
+            self.group, max_bytes=max_bytes, collectives=("all_reduce",), budget=budget, device=self.device, via=via
+        )
+
+    def watched(self, profile: Profile, network: Network, optimizer: float) -> Plan | None:
+        hook = reducer.comm_hook(self._ddp)
+        if hook is not None and hook.call is not None:
+            return None  # its buckets were timed in training
+        return planning.plan(profile, network, policy=reducer.own_policy(self._own))
+
+    def contenders(self, profile: Profile, network: Network, optimizer: float, count: int) -> list[TrialPlan]:
+        first = planning.plan(profile, network, policy=reducer.own_policy(self._own))
+        rest = planning.candidates(profile, network, count=count)
+        plans = [first, *(p for p in rest if p.buckets != first.buckets)][:count]
+        return [
+            TrialPlan(plan=p, label=f"plan {p.policy}" if i else OWN, predicted=p.prediction.iteration)
+            for i, p in enumerate(plans)
+        ]
+
+    def notes(self, profile: Profile, network: Network) -> tuple[str, ...]:
+        if (hook := reducer.comm_hook(self._ddp)) is not None:
+            return (f"all-reduce stands for the communication hook {hook.name}",)
+        with contextlib.suppress(Exception):  # a failed note must not cost the plan
+            return (forward_gain(profile, network),)
+        return ()
+
+    def use(self, order: list[int], plan: Plan, *, baseline: bool = False) -> None:
+        self._next = self._own if baseline else reducer.bucket_config(plan.caps_mib())
+
+    def changing(self) -> bool:
+        return self._next is not None
+
+    def restore(self, *, now: bool) -> None:
+        # Under torch's own buckets a timed hook stays, and just calls the user's: a new reducer would begin with other
+        # buckets than those that the user's hook may remember.
+        self._next = self._own if self._ddp._bucket_config is not self._own else None
+        if self._timer is not None:
+            self._timer.close()
+            self._timer = None
+        if now and self._next is not None:
+            self._replace()
+
+    def close(self) -> None:
+        self._observer.close()
+
+    def _replace(self) -> None:
+        reducer.replace(self._ddp, self._next, call=self._timer or self._call)
+        self._next = None
+
+
+class ExchangeTarget:
+    """A model with an attached optimiser: torch's reducer or the exchange carries its gradients, as the plan says.
+
+    It is watched with the exchange in charge, all buckets split. Iterations end in `optimizer.step()`.
+    """
+
+    overlap: Overlap = "forward"
+
+    def __init__(self, ddp: Any) -> None:
+        self._ddp: DistributedDataParallel = ddp
+        assert self._ddp.exchange is not None, "an optimiser is attached"
+        self._exchange = self._ddp.exchange
+        self.name, self.group, self.device = type(ddp.module).__name__, ddp.process_group, self._exchange.device
+        self.parameters = [(s.name, s.parameter) for s in self._exchange.slots]
+        self._policy = reducer.own_policy(ddp._bucket_config)
+        self._torchs: Network | None = None
+        self._last = time.perf_counter()
+
+    def begin(self, on_iteration: Callable[[ObservedIteration], None]) -> None:
+        self._on_iteration = on_iteration
+        self._last = time.perf_counter()
+
+    def before_forward(self) -> None:
+        """Nothing is to be done before `after_step`."""
+
+    def after_forward(self) -> None:
+        """Nothing is to be done before `after_step`."""
+
+    def after_step(self) -> None:
+        self._on_iteration(self._seen(time.perf_counter()))
+        self._last = time.perf_counter()  # planning and changes of buckets are not part of the next iteration
+
+    def _seen(self, now: float) -> ObservedIteration:
+        exchange = self._exchange
+        began, ended = exchange.forward_span
+        used, waited = {}, 0.0
+        for index, before, after in exchange.uses:
+            if began <= before <= ended:
+                used[index] = before - began - waited
+                waited += after - before
+        return ObservedIteration(
+            forward=ended - began - waited,
+            total=now - began,
+            period=now - self._last,
+            ready=tuple((i, t - ended) for i, t in exchange.stamps if t >= ended),
+            used=used,
+            update=exchange.updating,
+        )
+
+    def unready(self) -> bool:
+        return False
+
+    def watch(self, *, every_gradient: bool) -> None:
+        self._exchange.watching = every_gradient
+
+    def hooked(self, late: bool) -> str | None:
+        return "a communication hook reduces whole gradients"
+
+    def probe(self, profile: Profile) -> Plan | None:
+        return None
+
+    def network(self, max_bytes: int, budget: float) -> Network:
+        """The exchange's own collectives, in fewer bytes too where that is allowed; torch's are kept beside."""
+        exchange = self._exchange
+        exchange.settle()  # so the lane is idle on every rank once the first collective below is over
+        reduced = PRECISIONS[self._ddp.precision]
+        share = budget / (4 + 3 * len(reduced))
+
+        def measured(
+            collectives: tuple[CollectiveName, ...], via: Mapping[CollectiveName, Callable[[torch.Tensor], object]]
+        ) -> Network:
+            return measure.network(
+                self.group,
+                max_bytes=max_bytes,
+                collectives=collectives,
+                budget=share * len(collectives),
+                device=self.device,
+                via=via,
+            )
+
+        self._torchs = measured(("all_reduce",), {})
+        ours = measured(TRIPLE, queued(exchange.lane, ring.timed(exchange.group), exchange.tags))
+        fewer = {
+            p: measured(TRIPLE, queued(exchange.lane, coded.timed(exchange.group, p), exchange.tags)).collectives
+            for p in reduced
+        }
+        return msgspec.structs.replace(ours, reduced=fewer)
+
+    def watched(self, profile: Profile, network: Network, optimizer: float) -> Plan:
+        return planning.plan(
+            profile, network, policy=self._policy, overlap="forward", optimizer=optimizer, kinds=("split",)
+        )
+
+    def contenders(self, profile: Profile, network: Network, optimizer: float, count: int) -> list[TrialPlan]:
+        """torch's reducer with its own buckets and with planned ones, then the exchange's plans, the best first.
+
+        With memory="shard" the optimiser's state must stay split: there plans of mostly split buckets compete alone.
+        """
+        memory, precision = self._ddp.memory, self._ddp.precision
+        own: list[TrialPlan] = []
+        if memory == "time":
+            assert self._torchs is not None
+            # While torch's reducer is in charge every rank updates everything.
+            links = msgspec.structs.replace(self._torchs, contention=network.contention)
+            update = optimizer * dist.get_world_size(self.group)
+            for policy, label in ((self._policy, OWN), ("auto", "plan auto, by torch's reducer")):
+                plan = planning.plan(profile, links, policy=policy)
+                own.append(TrialPlan(plan=plan, label=label, predicted=plan.prediction.iteration + update))
+        else:
+            sizes = self.watched(profile, network, optimizer)
+            own.append(TrialPlan(sizes, "split buckets of torch's sizes", sizes.prediction.iteration))
+
+        given: dict[str, Any] = {"overlap": "forward", "optimizer": optimizer, "memory": memory, "precision": precision}
+        split = {**given, "kinds": ("split",)}
+        more = planning.candidates(profile, network, count=count, **(given if memory == "time" else split))
+        found = [planning.plan(profile, network, **given), planning.plan(profile, network, **split), *more]
+        plans = [
+            TrialPlan(plan=p, label=_label(p), predicted=p.prediction.iteration)
+            for p in found
+            if memory == "time" or _split_share(p) >= LEAST_SPLIT
+        ]
+        return _distinct([*own, *plans])[:count]
+
+    def notes(self, profile: Profile, network: Network) -> tuple[str, ...]:
+        return ()
+
+    def use(self, order: list[int], plan: Plan, *, baseline: bool = False) -> None:
+        if plan.overlap == "forward":
+            self._ddp.use_exchange(order, plan.buckets)
+        else:
+            self._ddp.use_reducer(None if baseline else plan.caps_mib())
+
+    def changing(self) -> bool:
+        return False
+
+    def restore(self, *, now: bool) -> None:
+        """The buckets of the moment stay: moving the optimiser's state needs all ranks, and one may be lost."""
+
+    def close(self) -> None:
+        self._exchange.watching = False
+
+
+def doubling(profile: Profile, workers: int) -> Plan:
+    """Buckets in ready order of which each has about twice the bytes of the one before; they only serve to measure."""
+    size = profile.parameter_bytes / (2**PROBES - 1)
+    cuts, held = [], 0
+    for end, tensor in enumerate(profile.tensors, 1):
+        held += tensor.bytes
+        if held >= size:
+            cuts.append(end)
+            held, size = 0, 2 * size
+    if not cuts or cuts[-1] < len(profile.tensors):
+        cuts.append(len(profile.tensors))
+    nothing = Prediction(iteration=0.0, forward=0.0, backward=0.0, exposed=0.0, lower_bound=0.0)
+    return from_cuts(cuts, profile, policy="doubling", network="unknown", workers=workers, batch=1, prediction=nothing)
+
+
+def _distinct(contenders: list[TrialPlan]) -> list[TrialPlan]:
+    """Each bucketing once, under the first of its names."""
+    found: dict[object, TrialPlan] = {}
+    for contender in contenders:
+        found.setdefault((contender.plan.overlap, contender.plan.buckets), contender)
+    return list(found.values())
+
+
+def _split_share(plan: Plan) -> float:
+    """Share of the bytes of which every rank keeps the optimiser's state of its n-th only."""
+    return sum(b.bytes for b in plan.buckets if b.kind == "split") / plan.bytes
+
+
+def _label(plan: Plan) -> str:
+    counts = Counter(b.kind if b.precision == "full" else f"{b.kind} in {b.precision}" for b in plan.buckets)
+    return f"plan {plan.policy}, {' and '.join(f'{n} {what}' for what, n in sorted(counts.items()))}"
+
+
+def _in_half(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """What torch's built-in 16-bit hook does."""
+    half = flat.to(torch.float16)
+    dist.all_reduce(half, group=group)
+    flat.copy_(half)

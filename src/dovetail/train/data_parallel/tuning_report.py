@@ -1,0 +1,196 @@
+"""What a tuner has measured, tried and kept, as data and as the lines of `explain()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from dovetail import planning
+from dovetail.core.network import Collective, CostSample, Fit, Network
+from dovetail.core.plan import Plan
+from dovetail.core.profile import Layer, LayerTime, Profile, exactly
+
+from .trials import Trial, Verdict
+
+State = Literal["measuring", "trying", "done", "off"]
+
+MOST_CONTENTION = 0.5
+"""Share, at most, that watched iterations may add to the cost of communication; what is beyond has other reasons."""
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What was measured, tried and kept; times in seconds."""
+
+    state: State
+    overlap: Literal["backward", "forward"] = "backward"
+    """What communication can hide behind; with "forward" it is the backward and the next forward pass."""
+    reason: str = ""
+    """The reason why planning is off."""
+    steps: int = 0
+    """Iterations seen so far."""
+    workers: int = 0
+    tensors: int = 0
+    bytes: int = 0
+    """Gradients of one iteration."""
+    forward: float = 0.0
+    backward: float = 0.0
+    network: Network | None = None
+    """What communication costs, as the plans were made with it; `contention` is what training has shown."""
+    trials: tuple[Trial, ...] = ()
+    verdict: Verdict | None = None
+    kept: Trial | None = None
+    plan: Plan | None = None
+    """The plan in force; None for torch's own buckets."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def gain(self) -> float:
+        """Share of an iteration's time that is saved against the first plan of the contest: 0.1 is 10 %."""
+        if self.kept is None or self.kept.baseline or self.verdict is None or self.verdict.duel is None:
+            return 0.0
+        return self.verdict.duel.gain
+
+    @property
+    def spread(self) -> float:
+        """How far iterations with the same buckets lie apart: half of what holds eight of ten, as a share."""
+        shares = [(t.high - t.low) / 2 / t.median for t in self.trials if t.median]
+        return float(np.median(shares)) if shares else 0.0
+
+    @property
+    def lost(self) -> float:
+        """Share of the trials' time that disturbed iterations took beyond typical ones."""
+        steps = sum(t.steps for t in self.trials)
+        return sum(t.lost * t.steps for t in self.trials) / steps if steps else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(_off(self) if self.state == "off" else _lines(self))
+
+
+def _off(r: TuningReport) -> list[str]:
+    if r.plan is not None:
+        what = f"a given plan ({r.plan.policy}, {_buckets(r.plan)})"
+    else:
+        what = "every bucket in two halves, split among the ranks" if r.overlap == "forward" else "torch's own buckets"
+    return [f"dovetail: {what}; {r.reason}", *r.notes]
+
+
+def _lines(r: TuningReport) -> Iterator[str]:
+    yield f"dovetail: {r.workers} workers, {r.tensors} tensors, {_size(r.bytes)} of gradients a step"
+    if r.forward:
+        yield f"  measured  forward {_ms(r.forward)}, backward {_ms(r.backward)}"
+    if r.network is not None:
+        yield from _network(r.network)
+    for trial in r.trials:
+        yield (
+            f"  {'kept ' if trial is r.kept else 'tried'}     {trial.label}: {_buckets(trial.plan)}, "
+            f"{_ms(trial.median)} a step ({_ms(trial.low)} to {_ms(trial.high)}), "
+            f"predicted {_ms(trial.predicted)}{', dropped early' if trial.dropped else ''}"
+        )
+    if r.trials:
+        yield (
+            f"  noise     steps with the same buckets vary by {r.spread:.1%}; "
+            f"disturbed ones cost {r.lost:.1%} of the trials' time"
+        )
+    if r.state == "done":
+        yield f"  result    {_result(r)}"
+    else:
+        yield f"  now       {r.state}, after {r.steps} steps; ask again later"
+    yield from (f"  note      {n}" for n in r.notes)
+
+
+def _network(network: Network) -> Iterator[str]:
+    tables = [("", network.collectives), *((f" in {p}", found) for p, found in network.reduced.items())]
+    for suffix, collectives in tables:
+        for collective, measured in collectives.items():
+            fit, name = measured.fit, collective.replace("_", "-") + suffix
+            rate = 1 / fit.seconds_per_byte / 1e6 if fit.seconds_per_byte else float("inf")
+            yield f"  network   {name}: {_ms(fit.latency)} to start, then {rate:.0f} MB/s (fit within {fit.error:.0%})"
+    if network.contention is not None and network.contention.collective:
+        share = network.contention.collective
+        more = ", and steps take longer than that explains" if share >= MOST_CONTENTION else ""
+        yield f"  network   communication takes {share:.0%} longer beside computing{more}"
+
+
+def _result(r: TuningReport) -> str:
+    baseline, verdict = r.trials[0].label, r.verdict
+    if verdict is None or verdict.duel is None:
+        return f"no plan was faster than {baseline}, so those stay: a tie, not a gain"
+    duel, challenger = verdict.duel, r.trials[verdict.challenger].label
+    interval = f"between {duel.low:.1%} and {duel.high:.1%} by {duel.pairs} pairs of turns"
+    if verdict.kept:
+        return f"{duel.gain:.1%} less time a step than {baseline} ({interval})"
+    if duel.gain <= 0:
+        return f"no plan was faster than {baseline}, so those stay: a tie, not a gain"
+    if duel.low <= 0:
+        return (
+            f"steps vary too much to tell {challenger} from {baseline} ({interval} in its favour), "
+            "so those stay: no gain is claimed"
+        )
+    return f"{challenger} gains too little over {baseline} ({interval}), so those stay: a tie, not a gain"
+
+
+def _buckets(plan: Plan) -> str:
+    return f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) > 1 else ''}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def forward_gain(profile: Profile, network: Network) -> str:
+    """A note for `explain()`: what wrapping the optimiser too is predicted to gain, from iterations without it.
+
+    Two things are not measured there and are assumed: forward passes through the layers in the reverse order of
+    backward, with times in proportion; and each half of an all-reduce takes half its time.
+    """
+    now = planning.plan(profile, network, policy="optimal").prediction.iteration
+    then = planning.plan(mirrored(profile), halved(network), policy="optimal", overlap="forward").prediction.iteration
+    gain = 1 - then / now
+    what = "a second line, dovetail.optimizer: communication would hide behind the next forward pass too"
+    if gain < 0.01:
+        return f"{what}, which is predicted to gain nothing here"
+    return (
+        f"{what}; predicted {_ms(then)} a step, {gain:.0%} less than the {_ms(now)} predicted for the best buckets "
+        "without"
+    )
+
+
+def mirrored(profile: Profile) -> Profile:
+    """The same tensors, each in a layer of its own whose share of forward is its share of backward."""
+    forward, ready = profile.forward_time(), [0.0, *profile.ready_times()]
+    gaps = [max(0.0, b - a) for a, b in pairwise(ready)]
+    whole, count = sum(gaps), len(gaps)
+    shares = [gap / whole if whole else 1 / count for gap in gaps]
+    layers = tuple(
+        Layer(
+            name=tensor.name,
+            type="parameter",
+            parameter_bytes=tensor.bytes,
+            activation_bytes=0,
+            times=(LayerTime(batch=profile.batch, forward=exactly(forward * share), backward=exactly(gap)),),
+        )
+        for tensor, share, gap in reversed(list(zip(profile.tensors, shares, gaps, strict=True)))
+    )
+    tensors = tuple(msgspec.structs.replace(t, layer=count - 1 - k) for k, t in enumerate(profile.tensors))
+    return msgspec.structs.replace(profile, layers=layers, tensors=tensors, edges=())
+
+
+def halved(network: Network) -> Network:
+    """The network with a reduce-scatter and an all-gather that each take half of the measured all-reduce."""
+    whole = network.collectives["all_reduce"]
+    fit = Fit(latency=whole.fit.latency / 2, seconds_per_byte=whole.fit.seconds_per_byte / 2, error=whole.fit.error)
+    samples = tuple(CostSample(bytes=s.bytes, seconds=s.seconds.scaled(0.5)) for s in whole.samples)
+    half = Collective(fit=fit, samples=samples)
+    return msgspec.structs.replace(
+        network, collectives={**network.collectives, "reduce_scatter": half, "all_gather": half}
+    )

@@ -1,0 +1,258 @@
+"""One thread per process that communicates while the others compute.
+
+gloo's messages need somebody who waits for one and starts the next. The thread takes transfers (`ring.py`) in the order
+in which they were submitted, which is the same on all ranks. As soon as one has nothing left to send, the next posts
+its first messages: so the link has something to do while the last messages of the one before are awaited. Python's lock
+is free while the thread waits and while torch adds. Who needs the result waits for the `LaneWork` that `submit`
+returned, as for torch's Work.
+
+A script that ends after its last iteration may end before what that iteration sent has arrived. Other ranks still need
+it, to store the model or to pass it on, so a process stays until its lanes have nothing left to do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import cycle
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dovetail.core.errors import Error, first_line
+from dovetail.core.network import CollectiveName
+
+from .ring import TimedTransfer, Transfer, patience, timed, twin
+
+
+class LaneWork:
+    """Communication that is queued, running or done."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.span = (0.0, 0.0)
+        """Start and end, by time.perf_counter(); set when it is done. Spans of one lane do not overlap: a transfer
+        starts when its first messages are posted, but not before the one ahead of it ends."""
+        self._done = threading.Event()
+        self._error = ""
+        self._event: Any = None
+
+    def wait(self) -> None:
+        """Returns when the work is done; raises one clear line if it failed, or any work before it.
+
+        On an accelerator the current stream waits and not the host. The work itself ends within the group's time-out,
+        so this wait needs none of its own.
+        """
+        self._done.wait()
+        if self._error:
+            raise Error(self._error)
+        if self._event is not None:  # not tested on the hardware at hand
+            torch.accelerator.current_stream().wait_event(self._event)
+
+
+Run = Callable[[], Transfer]
+"""Starts a transfer. Up to its first `yield` it must not wait for other ranks: the one before it has not ended yet."""
+_Queued = tuple[LaneWork, Run, Any]
+"""(the work, what starts it, an accelerator's event to wait for first)"""
+
+
+class CommunicationLane:
+    """Runs work in order on a thread of its own. When one fails, all behind it fail too.
+
+    `patience` is how many seconds the end of the process, or of `group`, waits for what is queued. When another rank is
+    lost, the running work fails at the latest after the group's time-out, and all behind it fail at once.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, patience: float) -> None:
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        # A daemon: a rank that fails while a message hangs must still be able to end.
+        use = LinkUse()
+        args = (self._queue, device, group.rank(), use)
+        self._thread = threading.Thread(target=_run, args=args, name="dovetail-lane", daemon=True)
+        self._device = device
+        self._use = use
+        finish = functools.partial(_finish, self._thread, self._queue, patience)
+        _finish_at_exit()
+        _finishes[self._thread] = finish
+        _finish_before_shutdown(group, finish)
+        self._thread.start()
+        weakref.finalize(self, self._queue.put, None)  # the thread must not outlive its owner
+
+    @property
+    def used(self) -> float:
+        """Seconds for which transfers have been on their way so far."""
+        return self._use.seconds
+
+    def submit(self, what: str, run: Run) -> LaneWork:
+        """Queues `run`; `what` names it in errors."""
+        if not self._thread.is_alive():
+            raise Error(f"overlap: {what} comes too late: the process or its process group has ended")
+        work = LaneWork(what)
+        ready = None
+        if self._device.type != "cpu":  # not tested on the hardware at hand
+            ready = torch.Event(self._device)
+            ready.record()
+        self._queue.put((work, run, ready))
+        return work
+
+
+def queued(
+    lane: CommunicationLane, transfers: Mapping[CollectiveName, TimedTransfer], tags: Iterator[int]
+) -> dict[CollectiveName, Callable[[torch.Tensor], LaneWork]]:
+    """Collectives as training runs them, for `measure.network`: functions that queue one and return its work."""
+
+    def function(start: TimedTransfer) -> Callable[[torch.Tensor], LaneWork]:
+        def run(flat: torch.Tensor) -> LaneWork:
+            tag = next(tags)
+            return lane.submit("a measurement", lambda: start(flat, tag))
+
+        return run
+
+    return {name: function(start) for name, start in transfers.items()}
+
+
+def functions(group: dist.ProcessGroup | None) -> dict[CollectiveName, Callable[[torch.Tensor], LaneWork]]:
+    """The same on a lane of its own, where no model is wrapped yet. All ranks call it together."""
+    alone = twin(group)
+    lane = CommunicationLane(torch.device("cpu"), alone, patience(alone))
+    return queued(lane, timed(alone), cycle(range(0, 2**29, 2**20)))
+
+
+@dataclass
+class LinkUse:
+    """How long transfers of one lane have been on their way."""
+
+    seconds: float = 0.0
+
+
+@dataclass
+class _Started:
+    """Work whose first messages are posted."""
+
+    work: LaneWork
+    transfer: Transfer
+    start: float
+
+
+class _Driver:
+    """What the lane's thread does: at most one transfer is being ended while the next has begun."""
+
+    def __init__(
+        self, queued: queue.SimpleQueue[_Queued | None], device: torch.device, rank: int, use: LinkUse
+    ) -> None:
+        self._queued, self._rank, self._use = queued, rank, use
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._broken = ""
+        self._free = 0.0
+        """When the last transfer ended, by time.perf_counter()."""
+        self.over = False
+        """Nothing more will come."""
+
+    def take(self, *, block: bool) -> _Started | None:
+        """Begins the next work, if there is any: waits for one if `block`."""
+        if self.over:
+            return None
+        try:
+            item = self._queued.get(block=block)
+        except queue.Empty:
+            return None
+        if item is None:
+            self.over = True
+            return None
+        work, run, ready = item
+        started = _Started(work, iter(()), time.perf_counter())
+        try:
+            if self._broken:
+                raise Error(self._broken)
+            with self._stream or nullcontext():
+                if self._stream is not None:  # not tested on the hardware at hand
+                    self._stream.wait_event(ready)
+                started.transfer = run()
+                next(started.transfer, None)
+        except Exception as e:
+            self._fail(started, e)
+        return started
+
+    def end(self, started: _Started) -> _Started | None:
+        """Runs work to its end; returns the next if that could begin meanwhile."""
+        following: _Started | None = None
+        work = started.work
+        try:
+            with self._stream or nullcontext():
+                for _ in started.transfer:
+                    following = following or self.take(block=False)
+                if self._stream is not None:  # not tested on the hardware at hand
+                    work._event = torch.Event(self._device)
+                    work._event.record()
+        except Exception as e:
+            self._fail(started, e)
+        now = time.perf_counter()
+        work.span, self._free = (max(started.start, self._free), now), now
+        self._use.seconds += work.span[1] - work.span[0]
+        work._done.set()
+        return following
+
+    def _fail(self, started: _Started, e: Exception) -> None:
+        """Ends work that failed; whatever begins later fails for the same reason."""
+        what = f"{started.work.what} failed on rank {self._rank}, is another rank lost?"
+        self._broken = self._broken or f"overlap: {what} ({first_line(e)})"
+        started.work._error, started.transfer = self._broken, iter(())
+
+
+def _run(queued: queue.SimpleQueue[_Queued | None], device: torch.device, rank: int, use: LinkUse) -> None:
+    torch.set_grad_enabled(False)  # for this thread: communication is part of no graph
+    driver = _Driver(queued, device, rank, use)
+    started: _Started | None = None
+    while not driver.over or started is not None:
+        started = driver.take(block=True) if started is None else driver.end(started)
+    _finishes.pop(threading.current_thread(), None)
+
+
+_finishes: dict[threading.Thread, Callable[[], None]] = {}
+"""How to end each running thread. Not kept by lane: a model that went out of scope may still be sending."""
+
+_registered = 0
+"""The process whose exit handlers are registered; a fork of it has to register its own."""
+
+
+def _finish(thread: threading.Thread, queued: queue.SimpleQueue[_Queued | None], seconds: float) -> None:
+    """Lets the queued work end and then the thread; waits for at most `seconds`."""
+    queued.put(None)
+    thread.join(seconds)
+
+
+def _finish_all() -> None:
+    for finish in list(_finishes.values()):
+        finish()
+
+
+def _finish_at_exit() -> None:
+    """Called when a lane begins: what it needs (a channel's threads, `keep`) was registered before and ends after."""
+    global _registered
+    if _registered != os.getpid():
+        _registered = os.getpid()
+        atexit.register(_finish_all)
+        Finalize(None, _finish_all, exitpriority=0)  # forks by multiprocessing end without atexit
+
+
+def _finish_before_shutdown(group: dist.ProcessGroup, finish: Callable[[], None]) -> None:
+    """Lets a group that is destroyed end its work first. Only for groups made in Python: gloo's own go on working."""
+    if type(group) is not dist.ProcessGroup:
+        end = group.shutdown
+
+        def shutdown() -> None:
+            finish()
+            end()
+
+        group.shutdown = shutdown  # type: ignore[method-assign]
