@@ -142,7 +142,7 @@ def spec(cell: Cell, scaled: Profile, contestants: tuple[str, ...], *, quick: bo
         trial=1,
         caps=(4, 25) if quick else (1, 4, 10, 25),
         splits=1,
-        tries=not quick,
+        tries=False,
         recorded=0 if quick else 2,
         tuning=tuning,
     )

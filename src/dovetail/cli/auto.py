@@ -47,6 +47,8 @@ def plan(
     files.write(output, found.chosen.plan)
     console.wrote(output)
     lines, code = auto.sentences(found), auto.recipe(found, output, profile=str(profile), network=network)
+    if objective == "time":
+        lines += inputs.doubts(job, net, before=found.baseline.score.iteration, after=found.chosen.score.iteration)
     if json:
         plan = console.builtins(found.chosen.plan)
         result = {"written": str(output), "explanation": lines, "run": code, "plan": plan}

@@ -229,3 +229,11 @@ def _kind(path: Path) -> str | None:
         return None
     kind = data.get("kind", "")
     return kind if isinstance(kind, str) else ""
+
+
+def doubts(job: Profile, net: Network, *, before: float, after: float) -> list[str]:
+    """A line if going from `before` to `after` seconds is predicted from measurements too noisy to tell; else none."""
+    from dovetail.core.profile import doubt
+
+    line = doubt(1 - after / before if before else 0.0, job.noise, net.noise)
+    return [] if line is None else [f"Doubtful: {line}."]

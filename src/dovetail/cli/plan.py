@@ -247,6 +247,8 @@ def plan(
     files.write(output, chosen)
     console.wrote(output)
     sentences = explain.explain(chosen, compared, net)
+    base = next((p for p in sorted(compared, key=lambda p: p.overlap) if p.policy == "ddp"), chosen)
+    sentences += inputs.doubts(job, net, before=base.prediction.iteration, after=chosen.prediction.iteration)
     if json:
         plans = [console.builtins(p) for p in tables.by_promise(compared)]
         result = {"chosen": chosen.policy, "written": str(output), "explanation": sentences, "plans": plans}

@@ -141,12 +141,20 @@ class Network(Noun, frozen=True, kw_only=True):
         Alone it takes what the measured table says where there is one, the affine law otherwise.
         """
         alone = self._alone(collective, self.ranks if ranks is None else ranks, precision)
-        if self.contention is None or (ranks is not None and ranks < 2):
-            return alone
-        gap, factor = self.contention.gap, 1 + self.contention.collective
         if isinstance(alone, AffineCost):
-            return AffineCost(alone.latency * factor + gap, alone.seconds_per_byte * factor)
+            return self._contended(alone, ranks)
+        gap, factor = self._contention(ranks)
         return TableCost(alone.nbytes, tuple(t * factor + gap for t in alone.seconds))
+
+    def _contended(self, alone: AffineCost, ranks: int | None) -> AffineCost:
+        gap, factor = self._contention(ranks)
+        return AffineCost(alone.latency * factor + gap, alone.seconds_per_byte * factor)
+
+    def _contention(self, ranks: int | None) -> tuple[float, float]:
+        """(seconds that each collective takes in addition, factor on the rest)."""
+        if self.contention is None or (ranks is not None and ranks < 2):
+            return 0.0, 1.0
+        return self.contention.gap, 1 + self.contention.collective
 
     def _alone(self, collective: CollectiveName, ranks: int, precision: Precision) -> AffineCost | TableCost:
         found = self._find(collective, precision)
@@ -163,10 +171,11 @@ class Network(Noun, frozen=True, kw_only=True):
         return TableCost(base.nbytes, seconds)
 
     def affine(self, collective: CollectiveName = "all_reduce", *, ranks: Count | None = None) -> AffineCost:
-        """The affine law of a collective that runs alone."""
+        """The affine law of `cost`."""
         fit = self._find(collective, "full").fit
         latency_factor, byte_factor = self._factors(ranks or self.ranks)
-        return AffineCost(fit.latency * latency_factor, fit.seconds_per_byte * byte_factor)
+        law = AffineCost(fit.latency * latency_factor, fit.seconds_per_byte * byte_factor)
+        return self._contended(law, ranks)
 
     def _find(self, collective: CollectiveName, precision: Precision) -> Collective:
         among = self.collectives if precision == "full" else self.reduced.get(precision, {})

@@ -107,7 +107,7 @@ class Plan(Noun, frozen=True, kw_only=True):
         if self.overlap != "backward":
             raise Error(
                 f"plan for {self.profile!r}: torch's DistributedDataParallel cannot overlap with forward; use "
-                f'dovetail.DistributedDataParallel(model, overlap="forward") and dovetail.optimizer'
+                "dovetail.DistributedDataParallel(model, plan=plan) and dovetail.optimizer"
             )
         if len(self.dtypes) > 1:
             raise Error(

@@ -115,7 +115,7 @@ def footnotes(s: DemoRun, found: list[Line]) -> list[str]:
     error = "right" if abs(off) < 0.005 else f"{abs(off):.0%} too {'high' if off > 0 else 'low'}"
     return [
         f"Four iterations of five took: {', '.join(spreads)}. dovetail's prediction for the second line was {error}.",
-        'The third line did not run; it takes overlap="forward" and dovetail.optimizer in the script.',
+        "The third line did not run; it takes a second line in the script, dovetail.optimizer.",
     ]
 
 

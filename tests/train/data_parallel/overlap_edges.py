@@ -122,6 +122,31 @@ def given() -> dict[str, Any]:
     }
 
 
+def by_torch() -> dict[str, Any]:
+    """A stored plan for torch's reducer, with a second line: the reducer stays, and the optimiser is whole."""
+    theirs = TorchDDP(Bag())
+    sizes = {n: p.numel() * p.element_size() for n, p in Bag().named_parameters() if p.requires_grad}
+    plan = by_hand()
+    whole = tuple(msgspec.structs.replace(b, kind="whole") for b in plan.buckets)
+    ours = dovetail.DistributedDataParallel(
+        Bag(), plan=msgspec.structs.replace(plan, overlap="backward", buckets=whole)
+    )
+    make = OPTIMIZERS["adam"]
+    pairs = [(theirs, make(theirs.parameters())), (ours, dovetail.optimizer(make(ours.parameters()), ours))]
+    for step in range(4):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+    assert ours.exchange is not None
+    return {
+        "difference": difference(ours, theirs),
+        "by torch": not ours.exchange.active,
+        "elements": sum(p.numel() for p in ours.optimizer.state if p.dim()) if ours.optimizer else 0,
+        "all": sum(size // 8 for size in sizes.values()),
+    }
+
+
 def named(folder: str) -> dict[str, Any]:
     """Plans that the environment names."""
     plan = by_hand()

@@ -40,6 +40,7 @@ MORE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "refusals": (overlap_edges.refusals, {}),
     "dropped": (overlap_edges.dropped, {}),
     "given": (overlap_edges.given, {}),
+    "by torch": (overlap_edges.by_torch, {}),
 }
 
 
@@ -149,6 +150,12 @@ def test_a_stored_plan_is_followed_from_the_first_step_on(two: Runs) -> None:
         assert result["difference"] < CLOSE
         assert result["used"] == result["planned"] and result["report"]
         assert "is only in" in result["other model"]
+
+
+def test_a_plan_for_torchs_reducer_keeps_that_in_charge_with_a_second_line_too(two: Runs) -> None:
+    for result in two("by torch"):
+        assert result["difference"] < CLOSE and result["by torch"]
+        assert result["elements"] == result["all"]
 
 
 def test_a_plan_that_the_environment_names_is_followed_and_one_that_does_not_fit_refused(two: Runs) -> None:

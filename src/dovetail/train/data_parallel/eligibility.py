@@ -21,6 +21,16 @@ from .trials import Tuning
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
 """Sizes of buckets in bytes before anything was measured: torch's own."""
 
+REFUSED = {
+    "mixed_precision": "DDP's own mixed precision (autocast works)",
+    "delay_all_reduce_named_params": "delayed all-reduces",
+    "bucket_cap_mb_list": "a list of bucket caps",
+    "device_mesh": "a device mesh",
+}
+"""Arguments of torch's wrapper that the exchange cannot work with."""
+ARGUMENTS = (*REFUSED, "bucket_cap_mb")
+"""Arguments of torch's wrapper that the second line must know."""
+
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -68,13 +78,7 @@ def check_fit(plan: Plan, trained: dict[str, nn.Parameter]) -> None:
 
 def check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
     """Refuses what cannot be exchanged: arguments of the wrapper, and modules that do not wait for parameters."""
-    refused = {
-        "mixed_precision": "DDP's own mixed precision (autocast works)",
-        "delay_all_reduce_named_params": "delayed all-reduces",
-        "bucket_cap_mb_list": "a list of bucket caps",
-        "device_mesh": "a device mesh",
-    }
-    for keyword, what in refused.items():
+    for keyword, what in REFUSED.items():
         if arguments.get(keyword) is not None:
             raise Error(f"overlap: {keyword}: {what} cannot be combined with overlap='forward' or dovetail.optimizer")
     if compiled(module):

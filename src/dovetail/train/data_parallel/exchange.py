@@ -13,10 +13,8 @@ next pass that synchronises; None means that the optimiser leaves the parameter 
 
 from __future__ import annotations
 
-import statistics
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any
@@ -34,16 +32,17 @@ from dovetail.train.integrations import keep
 from dovetail.train.recording import SpanRecorder
 
 from .arriving import Arrival, expect, settle, stand_in
-from .shard_layout import GradientBuffers, ShardedBucket, lay_out
+from .shard_layout import GradientBuffers, ShardedBucket, check_places, lay_out
 from .slot import BucketEntry, GradientSlot, GradientState, SlotEvent
 from .wire import coded, ring
 from .wire.codec import CODECS
 from .wire.lane import CommunicationLane, LaneWork, Run
+from .wire.usage import PrecisionUse, UsageLog
 
 TAGS = 2**20
 """Tags that the messages of one transfer have for themselves: the next transfer begins while it ends."""
-IDLE_ITERATIONS = 20
-"""Iterations over which the idle time of the link is taken."""
+LOOK = 50
+"""Iterations from one look at what codecs lose to the next: a look reads all gradients twice more."""
 
 
 class GradientExchange:
@@ -79,16 +78,14 @@ class GradientExchange:
         """Start and end of the last forward pass that armed the exchange, by time.perf_counter()."""
         self.updating = 0.0
         """Seconds that the optimiser took in the last iteration, without waiting."""
-        self._idle: deque[float] = deque(maxlen=IDLE_ITERATIONS)
-        self._last = (time.perf_counter(), 0.0)
-        """When the last iteration ended, and the seconds for which the link had been used by then."""
+        self._usage = UsageLog()
         self.on_step: Callable[[], None] | None = None
         """Called at the end of every `optimizer.step()`, on all ranks at the same point: planning happens here."""
         self.recorder = SpanRecorder(name, self.rank)
         self._flags: torch.Tensor | None = None
         self._flagging: LaneWork | None = None
         self._armed = self._begun = False
-        self._next = 0
+        self._next = self._iterations = 0
         self.tags = cycle(range(0, 512 * TAGS, TAGS))
         """First tags of the transfers to come, the same on all ranks."""
         held = weakref.ref(self)
@@ -118,7 +115,7 @@ class GradientExchange:
             self.buckets = lay_out(parameters, order, buckets, ranks=self.ranks, rank=self.rank)
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._buffers = GradientBuffers()
-        self._idle.clear()
+        self._usage.forget()
 
     def arm(self) -> None:
         """Called when a forward pass begins whose backward pass synchronises gradients."""
@@ -150,7 +147,7 @@ class GradientExchange:
 
     def gather(self) -> None:
         """Queues the all-gathers of the new values, which run behind whatever comes next."""
-        self._check_places()
+        check_places(self.buckets, [s.name for s in self.slots])
         torch.autograd.graph.increment_version([s.parameter for s in self.slots])
         self.uses, self._coming_uses = self._coming_uses, []
         uses = self._coming_uses if self._stamping else None
@@ -170,8 +167,10 @@ class GradientExchange:
         now = time.perf_counter()
         if self.recorder.active and self.active:
             self._record_iteration(began, now)
-        (then, used), self._last = self._last, (now, self.lane.used)
-        self._idle.append(max(0.0, 1 - (self._last[1] - used) / (now - then)))
+        self._iterations += 1
+        for coder in self.coders.values():
+            coder.look(self._iterations % LOOK == 0)
+        self._usage.end_iteration(self.lane.used, self.codec_seconds)
         if self.on_step is not None:
             self.on_step()
 
@@ -188,7 +187,19 @@ class GradientExchange:
     @property
     def link_idle(self) -> float:
         """Share of an iteration in which nothing was on its way: the median of the last iterations."""
-        return statistics.median(self._idle) if self._idle else 0.0
+        return self._usage.idle
+
+    @property
+    def precision_use(self) -> PrecisionUse | None:
+        """What lower precisions save and cost; None where every bucket travels in full."""
+        fewer = [b for b in self.buckets if b.lost is not None]
+        if not fewer:
+            return None
+        sent = sum(b.bytes for b in self.buckets if b.lost is None)
+        sent += sum(self.coders[b.precision].codec.wire_bytes(b.values.numel()) for b in fewer)
+        share = sent / sum(b.bytes for b in self.buckets)
+        error = max(self.coders[b.precision].error for b in fewer)
+        return PrecisionUse(len(fewer), share=share, codec=self._usage.codec, error=error)
 
     @property
     def codec_seconds(self) -> float:
@@ -374,16 +385,6 @@ class GradientExchange:
             if piece.index == index:
                 piece.gradient.zero_()
         slot.on(SlotEvent.ZERO)
-
-    def _check_places(self) -> None:
-        """Refuses parameters that no longer are views of their bucket."""
-        for bucket in self.buckets:
-            for i, pointer in bucket.pointers.items():
-                if self.slots[i].parameter.data_ptr() != pointer:
-                    raise Error(
-                        f"overlap: {self.slots[i].name!r} has new memory since the model was wrapped; move or convert "
-                        "a model before it is wrapped, and change values in place (p.data.copy_(…))"
-                    )
 
 
 def _already(transfer: ring.Transfer) -> Run:

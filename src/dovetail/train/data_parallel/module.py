@@ -87,15 +87,16 @@ class DistributedDataParallel(TorchDDP):
         ):
             if given not in expected:
                 raise Error(f"{what}: expected one of {', '.join(map(repr, expected))}, got {given!r}")
+        self._arguments = {k: v for k, v in kwargs.items() if k in eligibility.ARGUMENTS}
         plan = plan_to_use(plan)
         if isinstance(plan, Plan):
             kwargs |= eligibility.ddp_keywords(plan, module, kwargs)
         elif plan not in ("auto", None):
             raise Error(f"plan: expected 'auto', a Plan or None, got {plan!r}")
         if overlap is not None:
-            eligibility.check_arguments(module, kwargs)
+            eligibility.check_arguments(module, self._arguments)
         self.memory, self.precision = memory, precision
-        self._plan, self._tuning, self._arguments = plan, tuning or Tuning(), dict(kwargs)
+        self._plan, self._tuning = plan, tuning or Tuning()
         # Set before torch's constructor, which asks for the parameters to reduce.
         self._tuner: Tuner | None = None
         self._recorder: BucketRecorder | None = None
@@ -110,7 +111,10 @@ class DistributedDataParallel(TorchDDP):
         self._own_config = self._bucket_config
         keep(self.process_group)
         kept = plan if isinstance(plan, Plan) else None
-        self._report = TuningReport(state="off", reason="planning was switched off", plan=kept)
+        why = "planning was switched off"
+        if kept is not None and kept.overlap == "forward":
+            kept, why = None, "the given plan takes effect with dovetail.optimizer"
+        self._report = TuningReport(state="off", reason=why, plan=kept)
         reason = eligibility.agreed_reason(self, plan, self._tuning)
         if overlap is not None:
             named = self.reduced_parameters()
@@ -216,6 +220,8 @@ class DistributedDataParallel(TorchDDP):
         lines = [str(self.report)]
         if self.exchange is not None and self.exchange.active and self.exchange.link_idle:
             lines.append(f"  link      idle for {self.exchange.link_idle:.0%} of a step")
+            if self.exchange.precision_use is not None:
+                lines.append(f"  precision {self.exchange.precision_use}")
         return "\n".join(lines)
 
     @property

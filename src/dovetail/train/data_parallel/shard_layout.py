@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dovetail.core.errors import Error
 from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket, BucketKind
 
@@ -191,6 +192,17 @@ def _bucket(
         pieces=tuple(pieces),
         missing=len(members),
     )
+
+
+def check_places(buckets: Sequence[ShardedBucket], names: Sequence[str]) -> None:
+    """Refuses parameters that no longer are views of their bucket; `names` are those of all parameters."""
+    for bucket in buckets:
+        for i, pointer in bucket.pointers.items():
+            if bucket.parameters[i].data_ptr() != pointer:
+                raise Error(
+                    f"overlap: {names[i]!r} has new memory since the model was wrapped; move or convert a model before "
+                    "it is wrapped, and change values in place (p.data.copy_(…))"
+                )
 
 
 def _same_form(flat: torch.Tensor, parameter: torch.Tensor, at: int) -> torch.Tensor:

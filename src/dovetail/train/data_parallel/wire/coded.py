@@ -12,6 +12,7 @@ messages of one sender.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,21 +27,39 @@ from .ring import TimedTransfer, Transfer, scratch
 
 PIECE = 2**18
 """Elements in one message: 1 MiB of fp32, which stays in a processor's cache while it is encoded."""
-AHEAD = 3
+AHEAD = 6
 """Messages that are sent before the first one that comes in is awaited."""
 
 
 @dataclass
 class Coder:
-    """A codec, and the processor time that it has taken."""
+    """A codec, the processor time that it has taken, and what it has lost."""
 
     codec: Codec
     seconds: float = 0.0
+    looks: bool = False
+    """Whether the norms of what is encoded and of what is lost are taken; that reads everything twice more."""
+    _squares: tuple[float, float] = (0.0, 0.0)
 
-    def encode(self, values: torch.Tensor, error: torch.Tensor | None, wire: torch.Tensor) -> None:
+    @property
+    def error(self) -> float:
+        """Norm of what was lost relative to that of what was encoded, while it looked last."""
+        whole, lost = self._squares
+        return math.sqrt(lost / whole) if whole else 0.0
+
+    def look(self, on: bool) -> None:
+        """Begins or ends to look."""
+        if on and not self.looks:
+            self._squares = (0.0, 0.0)
+        self.looks = on
+
+    def encode(self, values: torch.Tensor, error: torch.Tensor, wire: torch.Tensor) -> None:
         start = time.thread_time()
         self.codec.encode(values, error, wire)
         self.seconds += time.thread_time() - start
+        if self.looks:
+            whole, lost = self._squares
+            self._squares = (whole + float(values.square().sum()), lost + float(error.square().sum()))
 
     def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         start = time.thread_time()
@@ -159,6 +178,8 @@ class _Exchange:
         """Sends what this rank has encoded of `mine` around the ring; `put` decodes each part into its place."""
         count, right, left = len(self._pieces), (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
         first = self._tag + count
+        if not count:
+            return
         with scratch(*self._wires(self._ranks)) as wires:
             parts = [self._cut(w) for w in wires.view(self._ranks, -1)]
             receiving = [
