@@ -98,3 +98,11 @@ def _processor() -> str:
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
     )
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Adds one JSON line to a study's file, on the disk when this returns. One write: two processes may share it."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

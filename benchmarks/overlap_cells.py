@@ -142,7 +142,6 @@ def spec(cell: Cell, scaled: Profile, contestants: tuple[str, ...], *, quick: bo
         trial=1,
         caps=(4, 25) if quick else (1, 4, 10, 25),
         splits=1,
-        tries=False,
         recorded=0 if quick else 2,
         tuning=tuning,
     )

@@ -165,13 +165,7 @@ def _ddp(spec: Spec, x: Tensor, *, cap: int | None = None, half: bool = False) -
 
 
 def _merge(spec: Spec, x: Tensor, made: dict[str, Contestant]) -> Contestant:
-    """What `dovetail.DistributedDataParallel(model)` keeps on its own."""
-    if spec.tries:
-        # One collective is measured where two lines measure four.
-        network_seconds = spec.tuning["network_seconds"] / 4
-        tuning = dovetail.Tuning(**(spec.tuning | {"network_seconds": network_seconds}))  # type: ignore[arg-type]
-        model: Any = dovetail.DistributedDataParallel(layered(spec.profile), tuning=tuning)
-        return _tuned(model, tuning, one_line(model, x, []), lambda: None)
+    """The plan of `dovetail.DistributedDataParallel(model)`, without the trials that would choose it or torch's own."""
     plan = planning.plan(spec.profile, _network(spec, made, "backward"))
     model = dovetail.DistributedDataParallel(layered(spec.profile), plan=plan)
     return Contestant(one_line(model, x, []), what="planned, not tried", plan=plan, model=model)

@@ -25,8 +25,6 @@ class Spec(Record, frozen=True, kw_only=True):
     """Bucket caps among which DDP's best is looked for, in MiB."""
     splits: int = 2
     """All-split plans among which the best is looked for."""
-    tries: bool = True
-    """Whether one line finds its buckets by trial as two lines do; otherwise it follows the planner's first choice."""
     recorded: int = 5
     """Iterations that are recorded for the link's idle time; 0 for none."""
     tuning: dict[str, int | float]

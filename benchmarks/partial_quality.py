@@ -9,7 +9,6 @@ Run: python benchmarks/partial_quality.py --out runs.jsonl [--resume] [--tasks d
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common import console, finish, parser
+from common import append_line, console, finish, parser
 from dovetail.core.errors import Error
 from dovetail.core.files import write_text
 from partial_oracle import LADDER, Contestant, train
@@ -116,11 +115,7 @@ def run(args: Any, done: list[dict[str, Any]]) -> None:
             console.print(f"skipped {name}: {e}")
             continue
         result = train(task, contestant, seed)
-        # One write of one line: two processes may share the file.
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(args.out, result)
         left = (time.monotonic() - began) / (i + 1) * (len(todo) - i - 1)
         console.print(
             f"{name}, {contestant.name}, seed {seed}: loss {result['loss']:.4f}, {result['accuracy']:.2%} right, "

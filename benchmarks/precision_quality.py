@@ -10,7 +10,6 @@ Run: python benchmarks/precision_quality.py --out runs.jsonl [--tasks digits,tex
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import Check, console, finish, parser
+from common import Check, append_line, console, finish, parser
 from dovetail.core.errors import Error
 from pages import PAGE, show
 from partial_tasks import TASKS
@@ -101,11 +100,7 @@ def run(args: Any) -> None:
             console.print(f"skipped {name}: {e}")
             continue
         result = train(task, variant, seed)
-        # One write of one line: two processes may share the file.
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(args.out, result)
         console.print(
             f"{i + 1} of {len(left)}: {name}, {variant.name}, seed {seed}: loss {result['loss']:.4f}, "
             f"{result['accuracy']:.2%} right, gradients off by {result['error']:.1e}; {result['seconds']:.0f} s of a "

@@ -146,7 +146,12 @@ class MergeSetting:
         """The objective: seconds from the start of backward until it and communication are over."""
         return objective(self.stream, list(bucketing.cuts), self.cost)
 
+    def ways(self, bucketing: Bucketing) -> list[tuple[BucketKind, Precision]]:
+        """Kind and precision of every bucket."""
+        return [("whole", "full")] * len(bucketing.cuts)
+
     def of(self, policy: str, bucketing: Bucketing) -> Plan:
+        kinds, precisions = zip(*self.ways(bucketing), strict=True)
         return from_cuts(
             list(bucketing.cuts),
             self.profile,
@@ -156,6 +161,8 @@ class MergeSetting:
             batch=self.batch,
             prediction=self.predict(bucketing),
             overlap=self.overlap,
+            kinds=kinds,
+            precisions=precisions,
         )
 
     def predict(self, bucketing: Bucketing) -> Prediction:
@@ -257,20 +264,8 @@ class OverlapSetting(MergeSetting):
     def end(self, bucketing: Bucketing) -> float:
         return cycles.period(self.cycle, bucketing)
 
-    def of(self, policy: str, bucketing: Bucketing) -> Plan:
-        ways = [self.cycle.ways[w] for w in bucketing.ways]
-        return from_cuts(
-            list(bucketing.cuts),
-            self.profile,
-            policy=policy,
-            network=self.network.name,
-            workers=self.workers,
-            batch=self.batch,
-            prediction=self.predict(bucketing),
-            overlap=self.overlap,
-            kinds=[way.kind for way in ways],
-            precisions=[way.precision for way in ways],
-        )
+    def ways(self, bucketing: Bucketing) -> list[tuple[BucketKind, Precision]]:
+        return [(self.cycle.ways[w].kind, self.cycle.ways[w].precision) for w in bucketing.ways]
 
     def predict(self, bucketing: Bucketing) -> Prediction:
         forward, backward, iteration = self.cycle.forward, self.stream.backward, self.end(bucketing)

@@ -32,9 +32,10 @@ from dovetail.train.integrations import keep
 from dovetail.train.recording import SpanRecorder
 
 from .arriving import Arrival, expect, settle, stand_in
-from .shard_layout import GradientBuffers, ShardedBucket, check_places, lay_out
+from .shard_layout import ShardedBucket, check_places, lay_out
 from .slot import BucketEntry, GradientSlot, GradientState, SlotEvent
 from .wire import coded, ring
+from .wire.buffers import BufferPool
 from .wire.codec import CODECS
 from .wire.lane import CommunicationLane, LaneWork, Run
 from .wire.usage import PrecisionUse, UsageLog
@@ -114,7 +115,7 @@ class GradientExchange:
             parameters = [s.parameter for s in self.slots]
             self.buckets = lay_out(parameters, order, buckets, ranks=self.ranks, rank=self.rank)
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
-        self._buffers = GradientBuffers()
+        self._buffers = BufferPool()
         self._usage.forget()
 
     def arm(self) -> None:

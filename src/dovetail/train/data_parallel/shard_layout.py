@@ -11,7 +11,6 @@ contributions, and of what this rank sends as the owner of its n-th.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +22,7 @@ from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket, BucketKind
 
 from .wire import ring
+from .wire.buffers import BufferPool
 from .wire.lane import LaneWork
 
 
@@ -47,26 +47,6 @@ class LostParts:
     """Of this rank's gradients: one element for each of the bucket's."""
     owned: torch.Tensor
     """Of this rank's n-th: of the sums that it sends, or of the new values."""
-
-
-class GradientBuffers:
-    """Memory for the gradients of split buckets that are on their way, used again by whichever bucket comes next."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A flat tensor as long as `like`, with any content."""
-        with self._lock:
-            fits = [k for k, b in enumerate(self._free) if b.numel() >= like.numel()]
-            found = self._free.pop(min(fits, key=lambda k: self._free[k].numel())) if fits else None
-        return torch.empty_like(like) if found is None else found[: like.numel()]
-
-    def give(self, buffer: torch.Tensor) -> None:
-        whole = buffer if buffer._base is None else buffer._base
-        with self._lock:
-            self._free.append(whole)
 
 
 @dataclass(eq=False)
@@ -104,13 +84,13 @@ class ShardedBucket:
         assert self.gradients is not None, "the bucket is open"
         return _same_form(self.gradients, self.parameters[index], self.offsets[index])
 
-    def open(self, buffers: GradientBuffers) -> None:
+    def open(self, buffers: BufferPool) -> None:
         """Gets memory for the gradients, if it has none."""
         if self.gradients is None:
-            self.gradients = buffers.take(self.values)
+            self.gradients = buffers.take(self.values.shape, self.values.dtype, self.values.device)
             self.gradients[self.filled :].zero_()  # the padding travels too
 
-    def close(self, buffers: GradientBuffers) -> None:
+    def close(self, buffers: BufferPool) -> None:
         """Gives the memory of a split bucket's gradients back: they are reduced."""
         if self.kind == "split" and self.gradients is not None:
             buffers.give(self.gradients)

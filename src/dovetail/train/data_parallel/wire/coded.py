@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from dovetail.core.network import CollectiveName, Precision
 
+from .buffers import SCRATCH
 from .codec import CODECS, Codec
-from .ring import TimedTransfer, Transfer, scratch
+from .ring import TimedTransfer, Transfer
 
 PIECE = 2**18
 """Elements in one message: 1 MiB of fp32, which stays in a processor's cache while it is encoded."""
@@ -92,7 +93,7 @@ def all_gather(
     """
     if group.size() > 1:
         exchange = _Exchange(values, coder, group, tag)
-        with scratch(new.shape, new.dtype, new.device) as difference:
+        with SCRATCH.lend(new.shape, new.dtype, new.device) as difference:
             torch.sub(new, exchange.part(0), out=difference)
             lost.zero_()
             yield from exchange.gather(difference, lost, coder.decode_add)
@@ -145,7 +146,7 @@ class _Exchange:
         others, count, lost_parts = self._ranks - 1, len(self._pieces), lost.view_as(self._parts)
         if not count:
             return
-        with scratch(*self._wires(others)) as going, scratch(*self._wires(others)) as coming:
+        with SCRATCH.lend(*self._wires(others)) as going, SCRATCH.lend(*self._wires(others)) as coming:
             out = [self._cut(w) for w in going.view(others, -1)]
             into = [self._cut(w) for w in coming.view(others, -1)]
             steps = [(k, j) for k in range(1, self._ranks) for j in range(count)]
@@ -180,7 +181,7 @@ class _Exchange:
         first = self._tag + count
         if not count:
             return
-        with scratch(*self._wires(self._ranks)) as wires:
+        with SCRATCH.lend(*self._wires(self._ranks)) as wires:
             parts = [self._cut(w) for w in wires.view(self._ranks, -1)]
             receiving = [
                 [self._group.recv([parts[k][j]], left, first + (k - 1) * count + j) for j in range(count)]

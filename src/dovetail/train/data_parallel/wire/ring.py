@@ -20,10 +20,8 @@ need what this one sends.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -31,6 +29,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from dovetail.core.network import CollectiveName
+
+from .buffers import SCRATCH
 
 Transfer = Iterator[None]
 """A collective on its way; see above for when it yields."""
@@ -102,7 +102,7 @@ def reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup, *, tag: int = 0
     if has_own(group):  # not tested on the hardware at hand
         dist.reduce_scatter_tensor(ring.part(0), flat, group=group)
         return
-    with scratch(ring.part(0).shape, flat.dtype, flat.device) as spare:
+    with SCRATCH.lend(ring.part(0).shape, flat.dtype, flat.device) as spare:
         yield from ring.reduce(spare, then=None)
     ring.wait_for_sent()
 
@@ -136,7 +136,7 @@ def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup, *, tag: int = 0) ->
         return
     # Parts can be awaited from the start: a sum comes back only after this rank's own part of it has left.
     ring.expect()
-    with scratch(ring.part(0).shape, flat.dtype, flat.device) as spare:
+    with SCRATCH.lend(ring.part(0).shape, flat.dtype, flat.device) as spare:
         yield from ring.reduce(spare, then=lambda j: ring.send(0, j, ring.coming_back))
     yield from ring.gather()
     ring.wait_for_sent()
@@ -237,27 +237,3 @@ def has_own(group: dist.ProcessGroup) -> bool:
     if group not in _backends:
         _backends[group] = dist.get_backend(group)
     return _backends[group] in OWN
-
-
-_free: list[torch.Tensor] = []
-"""Buffers that no transfer uses now: memory that was touched before is several times faster than new memory."""
-_taking = threading.Lock()
-_MOST_FREE = 4
-"""Buffers that are kept: two transfers overlap, and a process has seldom more than one lane."""
-
-
-@contextmanager
-def scratch(shape: torch.Size | int, dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
-    """A tensor with any content for the time of the block. After an exception nobody gets its memory again."""
-    wanted = torch.empty(shape, dtype=dtype, device="meta")
-    nbytes = wanted.numel() * wanted.element_size()
-    with _taking:
-        fits = [k for k, b in enumerate(_free) if b.device == device and b.numel() >= nbytes]
-        buffer = _free.pop(min(fits, key=lambda k: _free[k].numel())) if fits else None
-    if buffer is None:
-        buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
-    yield buffer[:nbytes].view(dtype).view(wanted.shape)
-    with _taking:
-        _free.append(buffer)
-        if len(_free) > _MOST_FREE:
-            _free.pop(min(range(len(_free)), key=lambda k: _free[k].numel()))
