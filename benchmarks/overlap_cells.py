@@ -28,7 +28,12 @@ from overlap_records import Outcome, Spec
 
 RANKS = 4
 RANK = str(Path(__file__).with_name("overlap_rank.py"))
-MODELS = {"ResNet-50": "resnet50", "ViT-like": "hf:vit-base?layers=12&hidden=384&heads=6"}
+MODELS = {
+    "ResNet-50": "resnet50",
+    "ViT-like": "hf:vit-base?layers=12&hidden=384&heads=6",
+    "BERT-like": "hf:bert-base?layers=12&hidden=256&heads=4&length=32",
+    "GPT-2-like": "hf:gpt2?layers=8&hidden=384&heads=6&length=32",
+}
 CONTEST_SECONDS = 110.0
 """What the turns of a cell may take; those of slow cells have fewer iterations."""
 
