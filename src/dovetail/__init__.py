@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .planning.depth.guard import Guard
     from .train.burst.module import Burst
     from .train.data_parallel.module import DistributedDataParallel
-    from .train.data_parallel.optimizer import optimizer
-    from .train.data_parallel.trials import Tuning
+    from .train.data_parallel.sharded.optimizer import optimizer
+    from .train.data_parallel.tuning.trials import Tuning
     from .train.partial.module import PartialBackprop
 
 __version__ = "0.2.0"
@@ -48,10 +48,10 @@ _WHERE = {
     "Profile": "core.profile",
     "Timeline": "core.timeline",
     "TrainingJob": "cluster.job.spec",
-    "Tuning": "train.data_parallel.trials",
+    "Tuning": "train.data_parallel.tuning.trials",
     "compare": "planning",
     "measure": "",
-    "optimizer": "train.data_parallel.optimizer",
+    "optimizer": "train.data_parallel.sharded.optimizer",
     "plan": "planning",
     "read": "core.files",
     "write": "core.files",

@@ -14,7 +14,7 @@ from dovetail.emulate.channel import leave
 from dovetail.emulate.launch import report
 from dovetail.measure.zoo import GPT
 from dovetail.train.data_parallel.module import DistributedDataParallel
-from dovetail.train.data_parallel.trials import Tuning
+from dovetail.train.data_parallel.tuning.trials import Tuning
 
 BATCH = 8
 QUICK = Tuning(warmup=2, measure=5, steps=2, network_seconds=1.0)

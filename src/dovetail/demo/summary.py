@@ -56,7 +56,7 @@ class DemoRun:
 
 
 def demo_run(profile: Profile, outcome: ContestOutcome, *, network: str = "") -> DemoRun:
-    from dovetail.train.data_parallel.tuning_report import halved
+    from dovetail.train.data_parallel.tuning.tuning_report import halved
 
     links = msgspec.structs.replace(outcome.network, name=network or outcome.network.name)
     kept = planning.predict(outcome.kept or planning.plan(profile, links, policy="ddp"), profile, links)

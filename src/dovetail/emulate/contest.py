@@ -193,7 +193,7 @@ def _rank(spec: ContestSpec) -> Any:
     from dovetail.train.data_parallel import reducer
     from dovetail.train.data_parallel.module import DistributedDataParallel
     from dovetail.train.data_parallel.observe import SETTLE
-    from dovetail.train.data_parallel.trials import Tuning
+    from dovetail.train.data_parallel.tuning.trials import Tuning
 
     from .channel import leave
     from .device import emulated

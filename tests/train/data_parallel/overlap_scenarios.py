@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dovetail
 from dovetail.core.plan import Bucket, BucketKind
-from dovetail.train.data_parallel.arriving import Arriving
+from dovetail.train.data_parallel.sharded.arriving import Arriving
 
 from .scenarios import QUICK, STEPS, batch, net, preferring
 

@@ -20,9 +20,9 @@ from dovetail import Tuning, planning
 from dovetail.core.network import Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
-from dovetail.train.data_parallel import tuner as tuner_module
 from dovetail.train.data_parallel.module import DistributedDataParallel
 from dovetail.train.data_parallel.observe import ObservedIteration
+from dovetail.train.data_parallel.tuning import tuner as tuner_module
 from dovetail.train.integrations import buckets
 
 QUICK = Tuning(warmup=1, measure=3, candidates=3, settle=2, steps=2, rounds=2, network_seconds=0.2)

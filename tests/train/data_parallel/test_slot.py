@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dovetail.train.data_parallel import slot as slots
-from dovetail.train.data_parallel.arriving import stand_in
-from dovetail.train.data_parallel.slot import (
+from dovetail.train.data_parallel.sharded import slot as slots
+from dovetail.train.data_parallel.sharded.arriving import stand_in
+from dovetail.train.data_parallel.sharded.slot import (
     BucketEntry,
     GradientSlot,
     GradientState,

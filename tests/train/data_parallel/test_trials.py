@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from dovetail import planning
 from dovetail.core.errors import Error
 from dovetail.train import agree
-from dovetail.train.data_parallel import trials
-from dovetail.train.data_parallel.trials import Trial, TrialPlan, Tuning, Verdict
-from dovetail.train.data_parallel.tuning_report import TuningReport
+from dovetail.train.data_parallel.tuning import trials
+from dovetail.train.data_parallel.tuning.trials import Trial, TrialPlan, Tuning, Verdict
+from dovetail.train.data_parallel.tuning.tuning_report import TuningReport
 from tests.planning.merge.oracle import made_network, made_profile
 
 Array = npt.NDArray[np.float64]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from dovetail import planning
 from dovetail.core.network import Contention
 from dovetail.core.plan import Overlap
-from dovetail.train.data_parallel.targets import doubling
-from dovetail.train.data_parallel.tuner import calibrated
-from dovetail.train.data_parallel.tuning_report import halved
+from dovetail.train.data_parallel.tuning.targets import doubling
+from dovetail.train.data_parallel.tuning.tuner import calibrated
+from dovetail.train.data_parallel.tuning.tuning_report import halved
 from tests.planning.merge.oracle import made_network, made_profile
 from tests.ranks import run_all
 

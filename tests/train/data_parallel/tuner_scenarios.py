@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import dovetail
 from dovetail import Tuning
 from dovetail.train import agree
-from dovetail.train.data_parallel import tuner as tuner_module
 from dovetail.train.data_parallel.module import DistributedDataParallel
+from dovetail.train.data_parallel.tuning import tuner as tuner_module
 
 from .scenarios import batch, net, preferring, same_gradients
 

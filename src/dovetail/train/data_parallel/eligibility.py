@@ -16,7 +16,7 @@ from dovetail.core.plan import MIB, Bucket, BucketKind, Plan
 from dovetail.train.integrations import check_environment
 
 from . import reducer
-from .trials import Tuning
+from .tuning.trials import Tuning
 
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
 """Sizes of buckets in bytes before anything was measured: torch's own."""

@@ -23,14 +23,14 @@ from dovetail.train.integrations import keep
 from dovetail.train.recording import Recording
 
 from . import eligibility, reducer
-from .exchange import GradientExchange
 from .observe import BucketRecorder
-from .trials import Tuning
-from .tuner import Tuner
-from .tuning_report import TuningReport
+from .sharded.exchange import GradientExchange
+from .tuning.trials import Tuning
+from .tuning.tuner import Tuner
+from .tuning.tuning_report import TuningReport
 
 if TYPE_CHECKING:
-    from .optimizer import ShardedOptimizer
+    from .sharded.optimizer import ShardedOptimizer
 
 log = logging.getLogger("dovetail")
 

@@ -21,9 +21,9 @@ from dovetail.core.errors import Error
 from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket, BucketKind
 
-from .wire import ring
-from .wire.buffers import BufferPool
-from .wire.lane import LaneWork
+from ..wire import ring
+from ..wire.buffers import BufferPool
+from ..wire.lane import LaneWork
 
 
 @dataclass(frozen=True)

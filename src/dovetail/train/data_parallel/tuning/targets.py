@@ -21,16 +21,16 @@ from dovetail.core.plan import Overlap, Plan, Prediction, from_cuts
 from dovetail.core.profile import Profile
 from dovetail.train import agree
 
-from . import comm_hooks, reducer
-from .comm_hooks import TimedHook
-from .observe import ObservedIteration, Observer
+from .. import comm_hooks, reducer
+from ..comm_hooks import TimedHook
+from ..observe import ObservedIteration, Observer
+from ..wire import coded, ring
+from ..wire.lane import queued
 from .trials import TrialPlan
 from .tuning_report import forward_gain
-from .wire import coded, ring
-from .wire.lane import queued
 
 if TYPE_CHECKING:
-    from .module import DistributedDataParallel
+    from ..module import DistributedDataParallel
 
 OWN = "torch's own buckets"
 PROBES = 6

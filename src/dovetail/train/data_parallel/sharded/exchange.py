@@ -31,14 +31,14 @@ from dovetail.core.timeline import SpanKind
 from dovetail.train.integrations import keep
 from dovetail.train.recording import SpanRecorder
 
+from ..wire import coded, ring
+from ..wire.buffers import BufferPool
+from ..wire.codec import CODECS
+from ..wire.lane import CommunicationLane, LaneWork, Run
+from ..wire.usage import PrecisionUse, UsageLog
 from .arriving import Arrival, expect, settle, stand_in
 from .shard_layout import ShardedBucket, check_places, lay_out
 from .slot import BucketEntry, GradientSlot, GradientState, SlotEvent
-from .wire import coded, ring
-from .wire.buffers import BufferPool
-from .wire.codec import CODECS
-from .wire.lane import CommunicationLane, LaneWork, Run
-from .wire.usage import PrecisionUse, UsageLog
 
 TAGS = 2**20
 """Tags that the messages of one transfer have for themselves: the next transfer begins while it ends."""
@@ -302,8 +302,7 @@ class GradientExchange:
 
     def _gathering(self, bucket: ShardedBucket) -> Run:
         """The all-gather of a split bucket's new values."""
-        lost, master, group = bucket.lost, bucket.master, self.group
-        tag = next(self.tags)
+        lost, master, group, tag = bucket.lost, bucket.master, self.group, next(self.tags)
         if lost is None or master is None:
             return lambda: ring.all_gather(bucket.values, group, tag=tag)
         coder = self.coders[bucket.precision]

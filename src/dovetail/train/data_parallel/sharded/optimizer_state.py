@@ -15,9 +15,9 @@ import torch
 
 from dovetail.core.errors import Error
 
+from ..wire import ring
 from .exchange import GradientExchange
 from .shard_layout import ShardedBucket, in_memory_order, in_shape
-from .wire import ring
 
 State = dict[int, dict[str, Any]]
 """Optimiser state by index of the parameter."""

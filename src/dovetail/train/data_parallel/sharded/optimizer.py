@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from dovetail.core.errors import Error
 from dovetail.core.plan import Bucket
 
+from ..module import DistributedDataParallel
 from . import optimizer_state as states
 from .exchange import GradientExchange
-from .module import DistributedDataParallel
 from .shard_layout import ShardedBucket, ShardPiece, in_memory_order
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")

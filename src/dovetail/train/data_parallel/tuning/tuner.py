@@ -30,7 +30,7 @@ from dovetail.core.plan import Overlap, Plan
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.train import agree
 
-from .observe import ObservedIteration
+from ..observe import ObservedIteration
 from .targets import ExchangeTarget, ReducerTarget
 from .trials import Trial, TrialPlan, Tuning, compete
 from .tuning_report import MOST_CONTENTION, TuningReport

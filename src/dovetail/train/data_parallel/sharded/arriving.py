@@ -21,7 +21,7 @@ from torch import nn
 
 from dovetail.core.errors import Error
 
-from .wire.lane import LaneWork
+from ..wire.lane import LaneWork
 
 
 @dataclass(frozen=True)
