@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.core.errors import Error
+from dovetail.core.files import cache_folder
 from dovetail.fabric import kernel
 from dovetail.fabric.dataplane import addresses
 from dovetail.fabric.disturbed.disturbed_run import BreakableFabric
@@ -23,7 +24,7 @@ Walk = Callable[[int, int, int, int], tuple[int, ...]]
 
 def traffic() -> str:
     """The compiled sender and receiver of a numbered stream (`fabric_bpf/traffic.c`)."""
-    target = kernel.compiled_programs() / f"traffic-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
+    target = cache_folder("bpf") / f"traffic-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}"
     if not target.exists():
         kernel.compile_with_clang(SOURCE, target, "-O2")
         target.chmod(0o755)

@@ -282,3 +282,19 @@ def test_a_private_file_stays_its_owners_and_a_durable_one_is_whole(tmp_path: Pa
         temporary.write_text("secret")
     assert path.read_text() == "secret" and path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in tmp_path.iterdir()] == ["key"]
+
+
+def test_compiled_programs_are_kept_where_only_their_user_can_put_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # as some `sudo` leaves it
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert tmp_path not in files.cache_folder("bpf").parents
+    foreign = tmp_path / "dovetail" / "bpf"
+    foreign.mkdir(parents=True)
+    if os.geteuid():
+        pytest.skip("only root can give a folder away")
+    os.chown(foreign, 1000, 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(Error, match="belongs to another user"):
+        files.cache_folder("bpf")

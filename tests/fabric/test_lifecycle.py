@@ -147,20 +147,6 @@ def test_a_program_that_cannot_be_loaded_leaves_nothing(monkeypatch: pytest.Monk
     assert "refused" not in emulation.standing()
 
 
-def test_compiled_programs_are_kept_where_only_their_user_can_put_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # as some `sudo` leaves it
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert tmp_path not in kernel.compiled_programs().parents
-    foreign = tmp_path / "dovetail" / "bpf"
-    foreign.mkdir(parents=True)
-    os.chown(foreign, 1000, 1000)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(Error, match="belongs to another user"):
-        kernel.compiled_programs()
-
-
 def test_nothing_is_built_for_a_policy_that_contradicts_itself() -> None:
     with pytest.raises(Error, match="contradict"):
         emulation.up(TREE, {"classes": [{"from": "h0", "to": "h15", "via": "core0", "avoid": "core0"}]}, name="never")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import pwd
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -180,6 +181,19 @@ def replacing(path: str | Path, *, durable: bool = False, private: bool = False)
         raise Error(f"{path}: cannot be written: is a directory") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cache_folder(name: str) -> Path:
+    """The folder of programs that were compiled for this user, whatever HOME says: of the user this runs as.
+
+    Root must not run what another user could have put there.
+    """
+    home = pwd.getpwuid(os.geteuid()).pw_dir
+    where = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "dovetail" / name
+    where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if where.stat().st_uid != os.geteuid():
+        raise Error(f"{where}: belongs to another user; set XDG_CACHE_HOME to a directory of your own")
+    return where
 
 
 def _sync(path: Path) -> None:

@@ -6,7 +6,6 @@ import ctypes as C
 import hashlib
 import os
 import platform
-import pwd
 import re
 import shutil
 import struct
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import Error, first_line
-from dovetail.core.files import replacing
+from dovetail.core.files import cache_folder, replacing
 
 BPF_DIR = Path(__file__).parent / "bpf"
 PACKAGES = ("clang", "libbpf-dev", "libbpf1", "iproute2")
@@ -105,7 +104,7 @@ def build(source: str | Path, *, words: int, defines: Iterable[str] = ()) -> Pat
     path = BPF_DIR / source
     text = "".join(p.read_text() for p in (*sorted(BPF_DIR.glob("*.[hc]")), path)) + " ".join(defines)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    target = compiled_programs() / f"{path.name.removesuffix('.bpf.c')}-{words}-{digest}.o"
+    target = cache_folder("bpf") / f"{path.name.removesuffix('.bpf.c')}-{words}-{digest}.o"
     if not target.exists():
         machine = f"/usr/include/{platform.machine()}-linux-gnu"
         flags = ["-O2", "-g", "-target", "bpf", "-mcpu=v3", "-Wall", "-Wno-unused-function", f"-I{machine}"]
@@ -122,19 +121,6 @@ def compile_with_clang(source: Path, target: Path, *flags: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             raise Error(f"{source.name}: {first_line(done.stderr) or 'clang failed'}")
-
-
-def compiled_programs() -> Path:
-    """The folder of compiled programs: of the user this runs as, whatever HOME says.
-
-    Root must not run what another user could have put there.
-    """
-    home = pwd.getpwuid(os.geteuid()).pw_dir
-    where = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "dovetail" / "bpf"
-    where.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if where.stat().st_uid != os.geteuid():
-        raise Error(f"{where}: belongs to another user; set XDG_CACHE_HOME to a directory of your own")
-    return where
 
 
 class BpfObject:

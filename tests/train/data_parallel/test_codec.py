@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dovetail.train.data_parallel.wire import codec as codec_module
+from dovetail.train.data_parallel.wire import kernels
 from dovetail.train.data_parallel.wire.codec import ALIGNMENT, BLOCK, CODECS, Codec
 from precision_arithmetic import gather_differences, gather_sums, reduce_in
 
@@ -52,6 +56,63 @@ def there_and_back(codec: Codec, values: Tensor) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@contextmanager
+def operators() -> Iterator[None]:
+    """torch's operators in place of the compiled functions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "library", lambda: None)
+        yield
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="needs a C compiler")
+@every_codec
+@given(values=numbers(), seed=seeds, bad=st.sampled_from([None, float("nan"), float("inf"), -float("inf")]))
+def test_compiled_functions_give_the_bits_of_torchs_operators(
+    codec: Codec, values: Tensor, seed: int, bad: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.randn(values.numel(), generator=generator) * values.abs().mean().nan_to_num()
+    if bad is not None and values.numel():
+        values[seed % values.numel()] = bad
+
+    def results(error: Tensor | None) -> list[Tensor]:
+        wire = torch.zeros(codec.wire_bytes(values.numel()), dtype=torch.uint8)
+        codec.encode(values, error, wire)
+        out, total = torch.zeros_like(values), before.clone()
+        codec.decode(wire, out)
+        codec.decode_add(wire, total)
+        # How a block that is not finite is sent is open; that it arrives as one is not.
+        return [
+            t.nan_to_num(nan=7.0, posinf=7.0, neginf=7.0) for t in (out, total, *([] if error is None else [error]))
+        ]
+
+    for error in (None, before.clone()):
+        compiled = results(None if error is None else error.clone())
+        with operators():
+            plain = results(error)
+        assert all(same_bits(a, b) for a, b in zip(compiled, plain, strict=True))
+
+
+def test_without_a_compiler_and_when_switched_off_operators_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_KERNELS", "off")
+    assert kernels.library.__wrapped__() is None
+    monkeypatch.delenv("DOVETAIL_KERNELS")
+    monkeypatch.setenv("PATH", "")
+    assert kernels.library.__wrapped__() is None
+
+
+def test_a_source_that_does_not_compile_costs_a_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "codec.c"
+    broken.write_text("int main( {")
+    monkeypatch.setattr(kernels, "SOURCE", broken)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert kernels.library.__wrapped__() is None
+    assert "could not be compiled" in caplog.text and len(caplog.records) == 1
+    assert list((tmp_path / "cache" / "dovetail" / "kernels").iterdir()) == []
 
 
 @given(numbers())
@@ -141,6 +202,7 @@ def test_what_is_not_finite_stays_so_and_spoils_neither_other_blocks_nor_later_m
 @every_codec
 @pytest.mark.parametrize("piece", [BLOCK, 4 * BLOCK, 2**20])
 def test_pieces_do_not_change_a_bit(codec: Codec, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "library", lambda: None)  # only torch's operators work in pieces
     torch.manual_seed(1)
     values, error = torch.randn(20 * BLOCK + 77), torch.randn(20 * BLOCK + 77) * 0.01
     whole_error, pieced_error = error.clone(), error.clone()

@@ -7,13 +7,15 @@ rounded to the nearest: 1.008 bytes.
 Error feedback: the sender keeps in fp32 what rounding lost and adds it to what it sends next. So what was sent up to
 any time differs from what was to be sent by the rounding of one message, not of all.
 
-The arithmetic is plain torch operators on pieces that stay in a core's cache, through buffers that are used again:
-fresh memory is several times slower. A multiplication and the addition behind it are two operators on purpose. One
-fused operator may round once or twice, depending on how torch divides the work, and ranks would get different bits.
+On a CPU with a C compiler at hand the arithmetic is `codec.c`, in one pass over memory. Elsewhere it is the same
+arithmetic, bit for bit, in plain torch operators on pieces that stay in a core's cache, through buffers that are used
+again: fresh memory is several times slower. A multiplication and the addition behind it are two operators on purpose.
+One fused operator may round once or twice, depending on how torch divides the work, and ranks would get different bits.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ import torch
 from torch import Tensor
 
 from dovetail.core.network import Precision
+
+from . import kernels
 
 BLOCK = 512
 """Numbers that share one scale in int8."""
@@ -79,6 +83,9 @@ class Bf16Codec:
         if error is None:
             short.copy_(values)
             return
+        if (fast := _kernels(values)) is not None:
+            fast.bf16_encode(values.data_ptr(), error.data_ptr(), short.data_ptr(), values.numel())
+            return
         scratch = _scratch.of(values)
         for piece in _pieces(values):
             kept, sent = error[piece], short[piece]
@@ -90,7 +97,11 @@ class Bf16Codec:
         out.copy_(self._numbers(wire, out))
 
     def decode_add(self, wire: Tensor, out: Tensor) -> None:
-        short, scratch = self._numbers(wire, out), _scratch.of(out)
+        short = self._numbers(wire, out)
+        if (fast := _kernels(out)) is not None:
+            fast.bf16_decode_add(short.data_ptr(), out.data_ptr(), out.numel())
+            return
+        scratch = _scratch.of(out)
         for piece in _pieces(out):
             received = short[piece]
             out[piece].add_(scratch[: received.numel()].copy_(received))
@@ -113,6 +124,10 @@ class Int8Codec:
 
     def encode(self, values: Tensor, error: Tensor | None, wire: Tensor) -> None:
         scales, steps = self._parts(wire, values)
+        if (fast := _kernels(values)) is not None:
+            kept = None if error is None else error.data_ptr()
+            fast.int8_encode(values.data_ptr(), kept, scales.data_ptr(), steps.data_ptr(), values.numel())
+            return
         scratch = _scratch.of(values)
         for piece, blocks, width in _block_pieces(values):
             exact = values[piece] if error is None else error[piece].add_(values[piece])
@@ -128,11 +143,17 @@ class Int8Codec:
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         scales, steps = self._parts(wire, out)
+        if (fast := _kernels(out)) is not None:
+            fast.int8_decode(scales.data_ptr(), steps.data_ptr(), out.data_ptr(), out.numel())
+            return
         for piece, blocks, width in _block_pieces(out):
             out[piece].copy_(steps[piece]).view(-1, width).mul_(scales[blocks].view(-1, 1))
 
     def decode_add(self, wire: Tensor, out: Tensor) -> None:
         scales, steps = self._parts(wire, out)
+        if (fast := _kernels(out)) is not None:
+            fast.int8_decode_add(scales.data_ptr(), steps.data_ptr(), out.data_ptr(), out.numel())
+            return
         scratch = _scratch.of(out)
         for piece, blocks, width in _block_pieces(out):
             received = steps[piece]
@@ -167,6 +188,11 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+def _kernels(values: Tensor) -> ctypes.CDLL | None:
+    """The compiled functions, where they can be used for these numbers."""
+    return kernels.library() if values.device.type == "cpu" else None
 
 
 def _keep_loss(exact: Tensor, decoded: Tensor, witness: Tensor) -> None:
