@@ -27,6 +27,8 @@ SHARD_TOLERANCE = 0.02
 PRECISION_TOLERANCE = 0.005
 """What fewer bits must save, as a share of the period."""
 _MOST_BUCKETS = 16
+_GROUPS = 44
+"""Tensors are grouped into about so many where bucketings are sought by their count of buckets."""
 _WORTH_A_LOOK = 0.05
 """Bucketings with a given count of buckets are sought up to this share above the optimum …"""
 _CELL = 0.004
@@ -39,7 +41,7 @@ def candidates(cycle: Cycle) -> list[Bucketing]:
     """Distinct good bucketings, the optimum first."""
     best = optimal(cycle)
     shortest = period(cycle, best)
-    few, cuts = grouping(cycle)
+    few, cuts = grouping(cycle, _GROUPS)
     # The precision only limits what is found: the choice among these is made by their exact periods.
     each = best_per_count(
         few,

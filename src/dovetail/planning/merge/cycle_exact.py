@@ -108,11 +108,11 @@ def simple(cycle: Cycle) -> list[Bucketing]:
     return [*found, *(Bucketing(tuple(own), (w,) * len(own)) for w, own in enumerate(alone))]
 
 
-def grouping(cycle: Cycle) -> tuple[Cycle, list[int]]:
-    """The same with few tensors, each made of several neighbours, and their cuts; a small cycle itself."""
+def grouping(cycle: Cycle, groups: int = _GROUPS) -> tuple[Cycle, list[int]]:
+    """The same with about `groups` tensors, each made of several neighbours, and their cuts; a small cycle itself."""
     if len(cycle) <= _SMALL:
         return cycle, list(range(1, len(cycle) + 1))
-    cuts = rules.by_size(cycle.backward, sum(cycle.backward.sizes) / _GROUPS)
+    cuts = rules.by_size(cycle.backward, sum(cycle.backward.sizes) / groups)
     return grouped(cycle, cuts), cuts
 
 
