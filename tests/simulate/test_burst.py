@@ -57,6 +57,25 @@ def spans(timeline: Timeline, track: str, kind: str) -> list[tuple[Any, ...]]:
     return [(s.name, s.start, s.stop) for s in timeline.spans if s.track == track and s.kind == kind]
 
 
+def test_computing_is_slower_while_gradients_are_on_their_way() -> None:
+    @dataclass(frozen=True)
+    class SlowingLinks(Links):
+        @property
+        def slowing(self) -> float:
+            return 0.25
+
+    given = {"sync_latency": 1.0, "sync_rate": math.inf, "move_latency": 0.25, "move_rate": 100.0}
+    # Two layers on two devices, a bucket each: a backward of 4 s, of which the all-reduce before it takes up one.
+    quiet, slow = (
+        simulate_burst(plan([2, 2], 2, 2), profile(2), links, bucket_bytes=1)
+        for links in (Links(**given), SlowingLinks(**given))
+    )
+    before, after = (spans(timeline, "rank 0/compute", "backward") for timeline in (quiet, slow))
+    assert [(b - a) for _, a, b in before] == pytest.approx([4.0, 4.0])
+    # In the second of the all-reduce 0.8 s of computing are done; the first layer's backward had the device to itself.
+    assert [(b - a) for _, a, b in after] == pytest.approx([4.0, 4.0 + 0.2])
+
+
 def test_an_iteration_is_what_a_calculation_by_hand_gives() -> None:
     """Two layers, batch 4: the first on two devices, the second on one. Forward 3, two samples of 40 bytes move in
     1.05 s, forward 5, backward 10, back 1.05 s, backward 6, and the first layer's 10 bytes of gradient in 0.6 s."""

@@ -4,7 +4,8 @@ The iteration is a list of operations in the order in which `train.burst` does t
 one rank. A re-sharding starts when all its ranks have reached it and occupies them until it ends. The sum of a part's
 gradients starts when all its ranks have computed them and occupies no rank. A group of ranks runs at most two
 communications at once, as gloo does; others wait their turn. Communications that share a rank at the same time share
-its link evenly, and are slowed by the links' factor for crowding. Nothing else is shared, and the iteration ends with
+its link evenly, and are slowed by the links' factor for crowding; computing is slowed, where that was measured, while
+gradients of its rank are on their way. Nothing else is shared, and the iteration ends with
 its last operation.
 """
 
@@ -36,6 +37,7 @@ class _Operation:
     after: frozenset[int]
     bytes: int = 0
     crowding: float = 1.0
+    """How many times longer it takes beside another communication of one of its ranks."""
     left: float = field(init=False)
     start: float = -1.0
     stop: float = -1.0
@@ -122,7 +124,7 @@ def _operations(
     def add(
         name: str, kind: SpanKind, who: tuple[int, ...], seconds: float, nbytes: int = 0, holds: bool = True
     ) -> None:
-        crowding = wires.crowding(len(who)) if kind == "communication" else 1.0
+        crowding = wires.crowding(len(who)) if kind == "communication" else 1.0 + wires.slowing
         first = tuple(r for r in who if r in alike)
         after = frozenset(last[r] for r in first if r in last)
         operations.append(_Operation(name, kind, first, seconds, after, nbytes, crowding))
@@ -193,10 +195,10 @@ def _run(operations: list[_Operation]) -> None:
 
 
 def _speed(operations: list[_Operation], running: set[int], i: int) -> float:
-    if operations[i].kind != "communication":
-        return 1.0
     beside = [set(operations[j].ranks) for j in running if operations[j].kind == "communication"]
     sharing = max(sum(r in ranks for ranks in beside) for r in operations[i].ranks)
+    if operations[i].kind != "communication":
+        return 1.0 / operations[i].crowding if sharing else 1.0
     return 1.0 / (sharing * operations[i].crowding) if sharing > 1 else 1.0
 
 

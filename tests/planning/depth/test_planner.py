@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dovetail.core import files
 from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error, InputError
+from dovetail.core.network import Contention
 from dovetail.core.profile import Profile
 from dovetail.planning.auto.options import Question
 from dovetail.planning.depth.buckets import depth_stream
@@ -22,7 +23,7 @@ from dovetail.planning.depth.planner import COMPARED, POLICIES, WorkerDevice, co
 from dovetail.planning.depth.segmentation import partition, segments
 from dovetail.planning.merge.exact import fewest
 from dovetail.planning.merge.stream import objective
-from dovetail.simulate.depth import of_phase, savings
+from dovetail.simulate.depth import of_phase, savings, simulate_depth
 from tests.planning.merge.oracle import made_network, made_profile
 
 times = st.lists(st.one_of(st.integers(0, 5).map(float), st.floats(0, 10)), min_size=1, max_size=9)
@@ -209,6 +210,19 @@ def test_communication_that_nothing_hides_is_part_of_the_iteration() -> None:
     assert slow.phases[0].iteration > slow.phases[0].workers[3].forward + slow.phases[0].workers[3].backward
     # Everything is exposed then, so the iteration saves what the wire saves.
     assert slow.phases[0].iteration / slow.full.iteration == pytest.approx(0.75, abs=0.01)
+
+
+def test_computing_is_longer_by_what_communication_was_measured_to_cost_it() -> None:
+    alone = made_network(0.0, 1e-4)
+    beside = msgspec.structs.replace(alone, contention=Contention(compute=0.1))
+    quiet, slowed = (plan(even(), network, workers=4) for network in (alone, beside))
+    sending = even().parameter_bytes * 1e-4  # the ladder puts somewhat less on the wire
+    computing = 24.0
+    assert computing < quiet.full.iteration < computing + sending
+    assert slowed.full.workers[0].backward == pytest.approx(16.0 * (1 + 0.1 * sending / computing))
+    assert slowed.full.iteration > quiet.full.iteration
+    timeline = simulate_depth(slowed, even(), beside)
+    assert max(span.stop for span in timeline.spans) == pytest.approx(slowed.phases[-1].iteration)
 
 
 def test_a_comparison_has_every_policy_and_each_survives_storage(tmp_path: object) -> None:

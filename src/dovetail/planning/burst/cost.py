@@ -57,6 +57,10 @@ class LinkCosts(Protocol):
     def crowding(self, ranks: int, /) -> float:
         """How many times longer two all-reduces among `ranks` ranks take at once than one after the other."""
 
+    @property
+    def slowing(self) -> float:
+        """Share by which computing takes longer while gradients are on their way; 0 where it was not measured."""
+
 
 def local_batch(batch: int, devices: npt.ArrayLike) -> IntArray:
     """Samples on the fullest of g devices: ⌈B/g⌉."""
@@ -100,6 +104,10 @@ class Links:
     def crowding(self, ranks: int, /) -> float:
         return 1.0
 
+    @property
+    def slowing(self) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True)
 class NetworkLinks:
@@ -129,6 +137,10 @@ class NetworkLinks:
 
     def crowding(self, ranks: int, /) -> float:
         return 1.0
+
+    @property
+    def slowing(self) -> float:
+        return 0.0 if self.network.contention is None else self.network.contention.compute
 
     @cached_property
     def _step(self) -> tuple[float, float]:
@@ -177,6 +189,10 @@ class MeasuredLinks:
 
     def crowding(self, ranks: int, /) -> float:
         return self.crowded.get(ranks, 1.0)
+
+    @property
+    def slowing(self) -> float:
+        return NetworkLinks(self.networks[max(self.networks)]).slowing
 
     def _move(self, before: int, after: int) -> Cost:
         """The cost of the nearest measured pair that goes the same way, shrinking or growing."""

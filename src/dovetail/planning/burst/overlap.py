@@ -21,6 +21,7 @@ from dovetail.core.errors import Error
 from dovetail.core.network import FloatArray
 from dovetail.core.profile import Profile
 from dovetail.planning.merge import exact
+from dovetail.planning.merge.cycle import slowed
 from dovetail.planning.merge.stream import Stream, finish
 
 from .cost import BurstCost, ProfileCost, local_batch
@@ -73,12 +74,15 @@ def overlapped(planner: BurstPlanner, plan: BurstPlan) -> BurstPlan:
         into[v] += float(cost.reshard(u, counts[u], counts[v]))
     now = sum(float(cost.forward(v, samples[v])) + into[v] / 2 for v in range(len(counts)))
     work = sum(g * (float(cost.compute(v, samples[v])) + into[v]) for v, g in enumerate(counts))
+    backward = sum(float(cost.compute(v, n)) - float(cost.forward(v, n)) for v, n in enumerate(samples))
+    communicating = sum(float(cost.sync(v, g)) for v, g in enumerate(counts))
+    slower = slowed(cost.wires.slowing, communicating, backward)
     free, last = 0.0, 1
     ready: list[float] = []
     sizes: list[int] = []
     layers = list(reversed(range(len(counts))))
     for at, v in enumerate(layers):
-        now += float(cost.compute(v, samples[v])) - float(cost.forward(v, samples[v]))
+        now += slower * (float(cost.compute(v, samples[v])) - float(cost.forward(v, samples[v])))
         for nbytes in _gradients(planner.profile, v):
             ready.append(max(now, free))
             sizes.append(nbytes)

@@ -17,12 +17,13 @@ from functools import cached_property, partial
 
 import msgspec
 
-from dovetail.core.depth_plan import DepthPhase, DepthPlan
+from dovetail.core.depth_plan import DepthPhase, DepthPlan, WorkerPrediction
 from dovetail.core.errors import Error
 from dovetail.core.files import MOST_BYTES, MOST_COUNT
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
 from dovetail.planning.merge import exact
+from dovetail.planning.merge.cycle import slowed
 from dovetail.planning.merge.stream import objective
 from dovetail.planning.registry import Registry
 
@@ -301,14 +302,28 @@ def _phase(costs: DepthCosts, choice: Choice) -> DepthPhase:
 
 
 def _timed(plan: DepthPlan, profile: Profile, network: Network | None) -> tuple[DepthPhase, ...]:
-    """The plan's phases with their iteration times."""
-    timed = []
+    """The plan's phases with their iteration times; computing is slower while gradients are sent, where measured."""
+    if network is None or plan.workers < 2:
+        return tuple(msgspec.structs.replace(phase, iteration=_computed(phase)) for phase in plan.phases)
+    cost, timed = network.cost("all_reduce", ranks=plan.workers), []
+    share = 0.0 if network.contention is None else network.contention.compute
     for i, phase in enumerate(plan.phases):
-        computed = max(w.forward + w.backward for w in phase.workers)
-        ends = computed
-        if network is not None and plan.workers > 1:
-            stream, _ = depth_stream(plan, profile, phase=i)
-            cost = network.cost("all_reduce", ranks=plan.workers)
-            ends = max(computed, objective(stream, exact.fewest(stream, cost), cost))
+        stream, _ = depth_stream(plan, profile, phase=i)
+        if share:
+            factor = slowed(share, float(exact.remaining(stream, cost)[0][0]), _computed(phase))
+            longer = tuple(_longer(worker, factor) for worker in phase.workers)
+            phase = msgspec.structs.replace(phase, workers=longer)
+            phases = (*plan.phases[:i], phase, *plan.phases[i + 1 :])
+            stream, _ = depth_stream(msgspec.structs.replace(plan, phases=phases), profile, phase=i)
+        ends = max(_computed(phase), objective(stream, exact.fewest(stream, cost), cost))
         timed.append(msgspec.structs.replace(phase, iteration=ends))
     return tuple(timed)
+
+
+def _longer(worker: WorkerPrediction, factor: float) -> WorkerPrediction:
+    return msgspec.structs.replace(worker, forward=factor * worker.forward, backward=factor * worker.backward)
+
+
+def _computed(phase: DepthPhase) -> float:
+    """Seconds that the slowest worker computes."""
+    return max(w.forward + w.backward for w in phase.workers)

@@ -33,7 +33,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.core.network import AffineCost, Contention, Cost, FloatArray, Precision
+from dovetail.core.network import AffineCost, Cost, FloatArray, Precision
 from dovetail.core.plan import BucketKind
 from dovetail.core.profile import Profile
 
@@ -147,15 +147,13 @@ def tails(profile: Profile, *, batch: int | None = None) -> list[float]:
     return [left[t.layer] for t in profile.tensors]
 
 
-def slowdown(contention: Contention | None, communicating: float, computing: float) -> float:
-    """The factor by which computing takes longer because collectives are in flight meanwhile.
+def slowed(share: float, communicating: float, computing: float) -> float:
+    """The factor by which computing takes longer, where it takes `share` longer while collectives are in flight.
 
     The share of computing during which one is in flight is estimated as communicating / computing, at most 1, with the
     least seconds that the channel can need. That is the same for all partitions, so that the best stays the best.
     """
-    if contention is None or not computing:
-        return 1.0
-    return 1.0 + contention.compute * min(1.0, communicating / computing)
+    return 1.0 + share * min(1.0, communicating / computing) if computing else 1.0
 
 
 def by_bytes(seconds: float, total: int) -> Cost | None:

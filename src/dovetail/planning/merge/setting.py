@@ -122,7 +122,7 @@ class MergeSetting:
         self.cost = self.price("all_reduce")
         if self.network.contention is not None:
             communicating = float(exact.remaining(self.stream, self.cost)[0][0])
-            factor = cycles.slowdown(self.network.contention, communicating, self.stream.backward)
+            factor = cycles.slowed(self.network.contention.compute, communicating, self.stream.backward)
             self.stream = self.stream.stretched(factor)
 
     def price(self, collective: CollectiveName, precision: Precision = "full") -> Cost:
@@ -230,7 +230,7 @@ class OverlapSetting(MergeSetting):
             least = cycles.cheapest([way for kind in there for way in self._ways(kind, "full")])
             computing = self.stream.backward + self.profile.forward_time(self.batch)
             communicating = float(exact.remaining(self.stream, least)[0][0])
-            factor = cycles.slowdown(self.network.contention, communicating, computing)
+            factor = cycles.slowed(self.network.contention.compute, communicating, computing)
         self.cycle = cycles.cycle(self.profile, ways, batch=self.batch, slowdown=factor)
         # Rules that know one phase cut by the cost of a reduce-scatter, where there are any.
         full = [way for way in ways if way.precision == "full"]
