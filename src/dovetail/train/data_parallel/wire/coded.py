@@ -1,21 +1,26 @@
 """The collectives of `ring.py` in fewer bytes.
 
-A gradient is encoded once, by the rank that made it, and goes straight to the rank that owns its n-th of the bucket;
-that rank adds the decoded contributions in fp32. Around a ring, sums would be encoded anew at every hop, and the errors
-would add up. What comes back (complete sums, or how the new parameters differ from the old ones) is encoded once by
-its owner and passed on unchanged around the ring; the owner too uses what it has encoded, so that all ranks hold the
-same bits. What an encoding has lost stays with whoever made it and is added to what that rank encodes next.
+A gradient is encoded once, by the rank that made it, and goes straight to the rank that owns its part of the bucket (an
+n-th, or what `borders` say, as in `ring.py`); that rank adds the decoded contributions in fp32. Around a ring, sums
+would be encoded anew at every hop, and the errors would add up. What comes back (complete sums, or how the new
+parameters differ from the old ones) is encoded once by its owner and passed on unchanged around the ring; the owner too
+uses what it has encoded, so that all ranks hold the same bits. What an encoding has lost stays with whoever made it and
+is added to what that rank encodes next.
 
 Messages go to the rank k places to the right in round k, a few at a time, so that at any moment every link carries the
-messages of one sender.
+messages of one sender. Ranks whose parts differ in size send and receive different numbers of messages. So each message
+has a time, the same on all ranks, that only counts rounds and pieces, and a rank awaits what was sent at time t when it
+has sent what it sends up to time t + AHEAD: what a rank waits for was never sent later than what it has sent itself,
+and no ranks can wait for each other.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -24,7 +29,7 @@ from dovetail.core.network import CollectiveName, Precision
 
 from .buffers import SCRATCH
 from .codec import CODECS, Codec
-from .ring import TimedTransfer, Transfer
+from .ring import Borders, TimedTransfer, Transfer, equal_borders
 
 PIECE = 2**18
 """Elements in one message: 1 MiB of fp32, which stays in a processor's cache while it is encoded."""
@@ -74,25 +79,38 @@ class Coder:
 
 
 def reduce_scatter(
-    flat: torch.Tensor, lost: torch.Tensor, coder: Coder, group: dist.ProcessGroup, *, tag: int = 0
+    flat: torch.Tensor,
+    lost: torch.Tensor,
+    coder: Coder,
+    group: dist.ProcessGroup,
+    *,
+    tag: int = 0,
+    borders: Borders | None = None,
 ) -> Transfer:
-    """Adds up `flat` over the ranks; afterwards the r-th of its n equal parts is the sum on rank r.
+    """Adds up `flat` over the ranks; afterwards the r-th of its n parts is the sum on rank r.
 
     `lost` has an element for each of `flat`: what earlier encodings have lost, and afterwards what this one has.
     """
     if group.size() > 1:
-        yield from _Exchange(flat, coder, group, tag).reduce(lost, last=True)
+        yield from _Exchange(flat, coder, group, tag, borders).reduce(lost, last=True)
 
 
 def all_gather(
-    values: torch.Tensor, new: torch.Tensor, lost: torch.Tensor, coder: Coder, group: dist.ProcessGroup, *, tag: int = 0
+    values: torch.Tensor,
+    new: torch.Tensor,
+    lost: torch.Tensor,
+    coder: Coder,
+    group: dist.ProcessGroup,
+    *,
+    tag: int = 0,
+    borders: Borders | None = None,
 ) -> Transfer:
-    """Brings `values`, which are the same on all ranks, to what the owners of its n equal parts have as `new`.
+    """Brings `values`, which are the same on all ranks, to what the owners of its n parts have as `new`.
 
     The differences travel; `lost` gets what the encoding has lost of this rank's.
     """
     if group.size() > 1:
-        exchange = _Exchange(values, coder, group, tag)
+        exchange = _Exchange(values, coder, group, tag, borders)
         with SCRATCH.lend(new.shape, new.dtype, new.device) as difference:
             torch.sub(new, exchange.part(0), out=difference)
             lost.zero_()
@@ -107,11 +125,12 @@ def all_reduce(
     group: dist.ProcessGroup,
     *,
     tag: int = 0,
+    borders: Borders | None = None,
 ) -> Transfer:
     """Adds up `flat` over the ranks, on every rank; `lost_sums` is what this rank's encodings of sums have lost."""
     if group.size() == 1:
         return
-    exchange = _Exchange(flat, coder, group, tag)
+    exchange = _Exchange(flat, coder, group, tag, borders)
     yield from exchange.reduce(lost, last=False)
     way_back = exchange.gather(exchange.part(0), lost_sums, coder.decode)
     next(way_back, None)
@@ -121,55 +140,72 @@ def all_reduce(
 class _Exchange:
     """The messages of one transfer on this rank. Part k is the one that belongs to the rank k places to the left."""
 
-    def __init__(self, flat: torch.Tensor, coder: Coder, group: dist.ProcessGroup, tag: int) -> None:
+    def __init__(
+        self, flat: torch.Tensor, coder: Coder, group: dist.ProcessGroup, tag: int, borders: Borders | None
+    ) -> None:
         self._ranks, self._rank, self._group, self._coder = group.size(), group.rank(), group, coder
-        self._parts = flat.view(self._ranks, flat.numel() // self._ranks)
-        width = self._parts.shape[1]
-        self._pieces = [slice(at, min(at + PIECE, width)) for at in range(0, width, PIECE)]
-        self._sizes = [coder.codec.wire_bytes(p.stop - p.start) for p in self._pieces]
-        self._tag = tag
+        self._device, self._tag = flat.device, tag
+        self._borders = equal_borders(flat.numel(), self._ranks) if borders is None else borders
+        self._parts = self._shared_out(flat)
+        self._pieces = [
+            [slice(at, min(at + PIECE, part.numel())) for at in range(0, part.numel(), PIECE)] for part in self._parts
+        ]
+        self._sizes = [[coder.codec.wire_bytes(p.stop - p.start) for p in cut] for cut in self._pieces]
+        """Bytes of the encoded form of every piece of every part."""
+        self._most = max(len(cut) for cut in self._pieces)
+
+    def _shared_out(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[start:stop] for start, stop in pairwise(self._borders)]
 
     def part(self, k: int) -> torch.Tensor:
         return self._parts[(self._rank - k) % self._ranks]
 
-    def _cut(self, wire: torch.Tensor) -> list[torch.Tensor]:
-        return list(wire.split(self._sizes)) if self._sizes else []
+    def _wires(self, owners: Sequence[int]) -> tuple[int, torch.dtype, torch.device]:
+        """What memory the encoded forms of these parts need."""
+        return sum(sum(self._sizes[owner]) for owner in owners), torch.uint8, self._device
 
-    def _wires(self, count: int) -> tuple[int, torch.dtype, torch.device]:
-        return count * sum(self._sizes), torch.uint8, self._parts.device
+    def _cut(self, memory: torch.Tensor, owners: Sequence[int]) -> list[list[torch.Tensor]]:
+        """That memory, by part and piece."""
+        sizes = [size for owner in owners for size in self._sizes[owner]]
+        cut = iter(memory.split(sizes) if sizes else ())
+        return [[next(cut) for _ in self._sizes[owner]] for owner in owners]
 
     def reduce(self, lost: torch.Tensor, *, last: bool) -> Transfer:
         """Sends this rank's contributions to their owners, and adds up what it gets for its own part.
 
         `last`: nothing follows, so the next transfer can begin once all is posted.
         """
-        others, count, lost_parts = self._ranks - 1, len(self._pieces), lost.view_as(self._parts)
-        if not count:
+        if not self._most:
             return
-        with SCRATCH.lend(*self._wires(others)) as going, SCRATCH.lend(*self._wires(others)) as coming:
-            out = [self._cut(w) for w in going.view(others, -1)]
-            into = [self._cut(w) for w in coming.view(others, -1)]
-            steps = [(k, j) for k in range(1, self._ranks) for j in range(count)]
-            receiving = [
-                self._group.recv([into[k - 1][j]], (self._rank - k) % self._ranks, self._tag + j) for k, j in steps
-            ]
-            sending = []
-            mine = self.part(0)
-            for number in range(len(steps) + AHEAD):
-                if number < len(steps):
-                    k, j = steps[number]
-                    owner = (self._rank + k) % self._ranks
-                    piece, wire = self._pieces[j], out[k - 1][j]
+        lost_parts, mine = self._shared_out(lost), self.part(0)
+        owners = [(self._rank + k) % self._ranks for k in range(1, self._ranks)]
+        own = [self._rank] * len(owners)
+        with SCRATCH.lend(*self._wires(owners)) as going, SCRATCH.lend(*self._wires(own)) as coming:
+            out, into = self._cut(going, owners), self._cut(coming, own)
+            receiving, sending = {}, []
+            steps: list[tuple[int, str, int, int]] = []  # (time, what to do, round, piece)
+            for k in range(1, self._ranks):
+                for j, wire in enumerate(into[k - 1]):
+                    receiving[k, j] = self._group.recv([wire], (self._rank - k) % self._ranks, self._tag + j)
+                    steps.append(((k - 1) * self._most + j + AHEAD, "add", k, j))
+                steps += [((k - 1) * self._most + j, "send", k, j) for j in range(len(out[k - 1]))]
+            unsent = sum(len(wires) for wires in out)
+            # All sends of a time come before what is then awaited, and neither has waited for anybody by AHEAD − 1.
+            steps.append((AHEAD - 1, "yield", 0, 0))
+            for _, what, k, j in sorted(steps, key=lambda step: (step[0], ("send", "yield", "add").index(step[1]))):
+                if what == "send":
+                    owner, wire = owners[k - 1], out[k - 1][j]
+                    piece = self._pieces[owner][j]
                     self._coder.encode(self._parts[owner][piece], lost_parts[owner][piece], wire)
                     sending.append(self._group.send([wire], owner, self._tag + j))
-                if number == min(AHEAD, len(steps)) - 1:
+                    unsent -= 1
+                elif what == "add":
+                    receiving[k, j].wait()
+                    self._coder.decode_add(into[k - 1][j], mine[self._pieces[self._rank][j]])
+                if what == "yield" or (what == "add" and last and not unsent):
                     yield
-                if number >= AHEAD:
-                    receiving[number - AHEAD].wait()
-                    k, j = steps[number - AHEAD]
-                    self._coder.decode_add(into[k - 1][j], mine[self._pieces[j]])
-                if last and number >= len(steps):
-                    yield
+            if last and not mine.numel():
+                yield  # all is posted, and nothing comes in
             for message in sending:
                 message.wait()
 
@@ -177,28 +213,31 @@ class _Exchange:
         self, mine: torch.Tensor, lost: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], None]
     ) -> Transfer:
         """Sends what this rank has encoded of `mine` around the ring; `put` decodes each part into its place."""
-        count, right, left = len(self._pieces), (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
-        first = self._tag + count
-        if not count:
+        if not self._most:
             return
-        with SCRATCH.lend(*self._wires(self._ranks)) as wires:
-            parts = [self._cut(w) for w in wires.view(self._ranks, -1)]
+        right, left = (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
+        owners = [(self._rank - k) % self._ranks for k in range(self._ranks)]
+        first = [self._tag + self._most + at for at in accumulate([0, *map(len, self._pieces)])]
+        with SCRATCH.lend(*self._wires(owners)) as memory:
+            wires = self._cut(memory, owners)
             receiving = [
-                [self._group.recv([parts[k][j]], left, first + (k - 1) * count + j) for j in range(count)]
-                for k in range(1, self._ranks)
+                [self._group.recv([wire], left, first[owner] + j) for j, wire in enumerate(wires[k])]
+                for k, owner in enumerate(owners)
+                if k
             ]
             sending = []
-            for j, piece in enumerate(self._pieces):
-                self._coder.encode(mine[piece], lost[piece], parts[0][j])
-                sending.append(self._group.send([parts[0][j]], right, first + j))
-                put(parts[0][j], self.part(0)[piece])
+            for j, (piece, wire) in enumerate(zip(self._pieces[self._rank], wires[0], strict=True)):
+                self._coder.encode(mine[piece], lost[piece], wire)
+                sending.append(self._group.send([wire], right, first[self._rank] + j))
+                put(wire, self.part(0)[piece])
             yield
             for k, messages in enumerate(receiving, 1):
+                owner = owners[k]
                 for j, message in enumerate(messages):
                     message.wait()
                     if k < self._ranks - 1:
-                        sending.append(self._group.send([parts[k][j]], right, first + k * count + j))
-                    put(parts[k][j], self.part(k)[self._pieces[j]])
+                        sending.append(self._group.send([wires[k][j]], right, first[owner] + j))
+                    put(wires[k][j], self._parts[owner][self._pieces[owner][j]])
                     if k == self._ranks - 1:
                         yield
             for message in sending:
