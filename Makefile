@@ -128,11 +128,12 @@ $(NODE_MODULES): web/package.json web/package-lock.json
 	@cd web && npm ci --silent
 	@touch $@
 
-# The picture at the top of README.md, light and dark, from a run of the demo.
+# The picture at the top of README.md, from a run of the demo, and that of docs/overlap.md, predicted; light and dark.
 picture: dev
 	@$(BIN)/dovetail demo --timelines out/demo
 	@for theme in light dark; do \
 	  $(BIN)/dovetail view out/demo/ddp.json out/demo/dovetail.json --png docs/timeline-$$theme.png --theme $$theme >/dev/null || exit 1; done
+	@$(BIN)/python tools/period_picture.py docs
 
 # The documentation, from docs/ and docstrings; a link that leads nowhere fails. It reads from files, without a server.
 docs: dev
