@@ -292,7 +292,9 @@ class ExchangeTarget:
         given: dict[str, Any] = {"overlap": "forward", "optimizer": optimizer, "memory": memory, "precision": precision}
         split = {**given, "kinds": ("split",)}
         more = planning.candidates(profile, network, count=count, **(given if memory == "time" else split))
-        found = [planning.plan(profile, network, **given), planning.plan(profile, network, **split), *more]
+        # What a bucket costs beyond its collective is not in the prediction: few buckets compete with many.
+        fewest = planning.plan(profile, network, policy="fewest", **given)
+        found = [planning.plan(profile, network, **given), fewest, planning.plan(profile, network, **split), *more]
         plans = [
             TrialPlan(plan=p, label=_label(p), predicted=p.prediction.iteration)
             for p in found
