@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dovetail.train.data_parallel.sharded import slot as slots
-from dovetail.train.data_parallel.sharded.arriving import stand_in
+from dovetail.train.data_parallel.sharded.scattered import stand_in
 from dovetail.train.data_parallel.sharded.slot import (
     BucketEntry,
     GradientSlot,

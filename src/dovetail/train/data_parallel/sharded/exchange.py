@@ -36,7 +36,8 @@ from ..wire.buffers import BufferPool
 from ..wire.codec import CODECS
 from ..wire.lane import CommunicationLane, LaneWork, Run
 from ..wire.usage import PrecisionUse, UsageLog
-from .arriving import Arrival, expect, settle, stand_in
+from .arriving import Arrival, expect, settle
+from .scattered import stand_in
 from .shard_layout import ShardedBucket, check_places, lay_out
 from .slot import BucketEntry, GradientSlot, GradientState, SlotEvent
 

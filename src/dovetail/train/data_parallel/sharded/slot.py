@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .arriving import ScatteredGradient
+from .scattered import ScatteredGradient
 
 
 class GradientState(Enum):
