@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .planning.depth.guard import Guard
     from .train.burst.module import Burst
     from .train.data_parallel.module import DistributedDataParallel
-    from .train.data_parallel.sharded.optimizer import optimizer
+    from .train.data_parallel.sharded.optimizer import full_state, optimizer
     from .train.data_parallel.tuning.trials import Tuning
     from .train.partial.module import PartialBackprop
 
@@ -50,6 +50,7 @@ _WHERE = {
     "TrainingJob": "cluster.job.spec",
     "Tuning": "train.data_parallel.tuning.trials",
     "compare": "planning",
+    "full_state": "train.data_parallel.sharded.optimizer",
     "measure": "",
     "optimizer": "train.data_parallel.sharded.optimizer",
     "plan": "planning",
@@ -72,6 +73,7 @@ __all__ = [
     "TrainingJob",
     "Tuning",
     "compare",
+    "full_state",
     "measure",
     "optimizer",
     "plan",

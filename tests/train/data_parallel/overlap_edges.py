@@ -37,7 +37,6 @@ def refusals() -> dict[str, str]:
     model = ours(nn.Linear(4, 4))
     held = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     other = ours(nn.Linear(4, 4))
-    stranger = nn.Parameter(torch.zeros(3))
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     silent = ours(nn.Linear(4, 4))
     silent_optimizer = dovetail.optimizer(torch.optim.SGD(silent.parameters(), lr=0.1), silent)
@@ -55,29 +54,21 @@ def refusals() -> dict[str, str]:
         "lbfgs": lambda: dovetail.optimizer(torch.optim.LBFGS(other.parameters()), other),
         "adafactor": lambda: dovetail.optimizer(torch.optim.Adafactor(other.parameters()), other),
         "twice": lambda: dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model),
-        "stranger": lambda: dovetail.optimizer(torch.optim.SGD([stranger], lr=0.1), other),
+        "several": lambda: dovetail.optimizer(torch.optim.SGD(other.parameters(), lr=0.1), [model, other]),
         "plain model": lambda: dovetail.optimizer(held, nn.Linear(2, 2)),
         "word": lambda: dovetail.DistributedDataParallel(nn.Linear(2, 2), overlap="backward"),  # type: ignore[arg-type]
         "sparse": lambda: ours(nn.Embedding(4, 4, sparse=True)),
-        "dtypes": lambda: ours(mixed),
+        "dtypes": lambda: ours(mixed, precision="bf16"),
         "hook": lambda: model.register_comm_hook(None, lambda *_: None),
         "join": lambda: model.join(),
         "compiled": lambda: ours(torch.compile(nn.Linear(4, 4))),
         "copy": lambda: copy.deepcopy(model),
-        "group": lambda: held.add_param_group({"params": [stranger]}),
         "silent": silent_optimizer.step,
         "idle": idle_optimizer.step,
         "moved": moved_optimizer.step,
         "different": lambda: ours(nn.Linear(4, 4), tuning=dovetail.Tuning(warmup=3 + dist.get_rank())),
-        "scaler": lambda: _scaled(model, held),
     }
     return {name: refusal(act) for name, act in acts.items()}
-
-
-def _scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    scaler.unscale_(optimizer)
 
 
 def by_hand() -> Plan:

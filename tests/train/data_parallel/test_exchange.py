@@ -47,7 +47,7 @@ def test_a_gradient_thrown_away_inside_no_sync_leaves_its_parameter_alone(found:
 def test_a_gradient_that_was_never_sent_is_refused_in_one_line(found: dict[str, list[Any]]) -> None:
     for first, second, read in found["lone"]:
         assert all("is this rank's own" in said and "\n" not in said for said in (first, second))
-        assert "only its share of the gradient" in read
+        assert read < CLOSE
 
 
 def test_parameters_without_elements_are_trained_stored_and_moved(found: dict[str, list[Any]]) -> None:

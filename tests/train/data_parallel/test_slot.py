@@ -76,8 +76,7 @@ class Facts:
 @given(st.lists(st.sampled_from(["arm", "add", "fill", "skip", "find", "zero", "none", "other"]), max_size=25))
 def test_random_events_leave_what_plain_facts_say(acts: list[str]) -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    zeroed: list[int] = []
-    made: Any = [stand_in("p", parameter, lambda: zeroed.append(1)) for _ in range(2)]
+    made: Any = [stand_in("p", parameter, 0, lambda: None) for _ in range(2)]
     slot, facts = GradientSlot("p", parameter, *made), Facts()
     for act in acts:
         if act in ("add", "fill"):  # autograd adds one

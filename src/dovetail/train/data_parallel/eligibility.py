@@ -90,19 +90,19 @@ def check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def check_parameters(named: NamedParameters, sparse: Sequence[bool], precision: str) -> None:
-    """Refuses parameters that do not fit into flat buckets of one kind."""
+    """Refuses parameters that do not fit into flat buckets."""
     first = named[0][1]
     for (name, parameter), is_sparse in zip(named, sparse, strict=True):
         if is_sparse:
             raise Error(f"overlap: the gradient of {name!r} is sparse, and buckets are dense")
-        if parameter.dtype != first.dtype:
-            raise Error(f"overlap: expected one dtype, got {first.dtype} and {parameter.dtype} ({name!r})")
         if parameter.device != first.device:
             raise Error(f"overlap: expected one device, got {first.device} and {parameter.device} ({name!r})")
         if type(parameter) is not nn.Parameter:
             raise Error(f"overlap: {name!r} is a {type(parameter).__qualname__}; expected a plain torch.nn.Parameter")
-    if precision != "full" and first.dtype != torch.float32:
-        raise Error(f"precision: {precision!r} is for parameters of torch.float32, got {first.dtype}")
+        if precision != "full" and parameter.dtype != torch.float32:
+            raise Error(
+                f"precision: {precision!r} is for parameters of torch.float32, got {parameter.dtype} ({name!r})"
+            )
 
 
 def check_agreement(mine: object, group: dist.ProcessGroup) -> None:

@@ -129,7 +129,7 @@ class DistributedDataParallel(TorchDDP):
 
     @property
     def optimizer(self) -> ShardedOptimizer | None:
-        """The optimiser that updates this model, once `dovetail.optimizer` was called."""
+        """The optimiser that updates this model, or the first of several, once `dovetail.optimizer` was called."""
         return self._optimizer() if self._optimizer is not None else None
 
     def reduced_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -169,6 +169,8 @@ class DistributedDataParallel(TorchDDP):
     def attach(self, optimizer: ShardedOptimizer) -> None:
         """Called by `dovetail.optimizer` at its end; planning begins with the next iteration."""
         assert self.exchange is not None
+        if self.optimizer is not None:
+            return  # another one of the same model
         self._optimizer = weakref.ref(optimizer)
         plan = self._plan if isinstance(self._plan, Plan) else None
         self._report = TuningReport(state="off", overlap="forward", reason="planning is off", plan=plan)
@@ -222,6 +224,8 @@ class DistributedDataParallel(TorchDDP):
             lines.append(f"  link      idle for {self.exchange.link_idle:.0%} of a step")
             if self.exchange.precision_use is not None:
                 lines.append(f"  precision {self.exchange.precision_use}")
+        if self.exchange is not None and self.exchange.shares.reads:
+            lines.append(f"  gradients {self.exchange.shares}")
         return "\n".join(lines)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -37,9 +37,11 @@ from ..wire.codec import CODECS
 from ..wire.lane import CommunicationLane, LaneWork, Run
 from ..wire.usage import PrecisionUse, UsageLog
 from .arriving import Arrival, expect, settle
+from .gradients import GradientShares
 from .scattered import stand_in
 from .shard_layout import ShardedBucket, check_places, lay_out
 from .slot import BucketEntry, GradientSlot, GradientState, SlotEvent
+from .together import RankMeeting
 
 TAGS = 2**20
 """Tags that the messages of one transfer have for themselves: the next transfer begins while it ends."""
@@ -64,7 +66,9 @@ class GradientExchange:
         keep(self.group)
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self.device = named[0][1].device
-        self.lane = CommunicationLane(self.device, self.group, ring.patience(self.group))
+        self.meeting = RankMeeting(self.group)
+        self.lane = CommunicationLane(self.device, self.group, ring.patience(self.group), idle=self.meeting.give_sign)
+        self.shares = GradientShares(self, group)
         self.coders: dict[Precision, coded.Coder] = {name: coded.Coder(codec) for name, codec in CODECS.items()}
         self.find_unused = find_unused
         self.active = True
@@ -96,7 +100,7 @@ class GradientExchange:
         self._nodes: list[Node] = []
         """Autograd's node that adds to `.grad` of each parameter: held, or torch makes another without our hooks."""
         for index, (parameter_name, parameter) in enumerate(named):
-            scattered, mixed = (stand_in(parameter_name, parameter, _weakly(held, "_zero", index)) for _ in range(2))
+            scattered, mixed = (stand_in(parameter_name, parameter, index, weakref.ref(self.shares)) for _ in range(2))
             self.slots.append(GradientSlot(parameter_name, parameter, scattered, mixed))
             # Not a hook of the parameter: torch.autograd.grad calls those too and adds nothing to `.grad`.
             adding = get_gradient_edge(parameter).node
@@ -105,7 +109,7 @@ class GradientExchange:
             self._handles.append(parameter.register_post_accumulate_grad_hook(_weakly(held, "_after", index)))
         self.index = {id(p): i for i, (_, p) in enumerate(named)}
         self.buckets: list[ShardedBucket] = []
-        self._bucket_of: dict[int, ShardedBucket] = {}
+        self.bucket_of: dict[int, ShardedBucket] = {}
         self.lay_out(order, buckets)
 
     def lay_out(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
@@ -115,7 +119,7 @@ class GradientExchange:
         with torch.no_grad():
             parameters = [s.parameter for s in self.slots]
             self.buckets = lay_out(parameters, order, buckets, ranks=self.ranks, rank=self.rank)
-        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
+        self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._buffers = BufferPool()
         self._usage.forget()
 
@@ -125,6 +129,7 @@ class GradientExchange:
             self._complete()
         for _ in self._waited_for():
             pass
+        self.shares.forget()
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
         for slot in self.slots:
@@ -147,14 +152,15 @@ class GradientExchange:
                 bucket.reducing = None
             yield bucket
 
-    def gather(self) -> None:
-        """Queues the all-gathers of the new values, which run behind whatever comes next."""
+    def gather(self, touched: Collection[int], *, first: bool = True) -> None:
+        """Queues the all-gathers of these buckets, which run behind what comes next; `first`: of this iteration."""
         check_places(self.buckets, [s.name for s in self.slots])
         torch.autograd.graph.increment_version([s.parameter for s in self.slots])
-        self.uses, self._coming_uses = self._coming_uses, []
+        if first:
+            self.uses, self._coming_uses = self._coming_uses, []
         uses = self._coming_uses if self._stamping else None
         for bucket in reversed(self.buckets):
-            if bucket.kind == "split":
+            if bucket.kind == "split" and bucket.number in touched:
                 gathering = self._submit("all-gather", bucket, self._gathering(bucket))
                 for i in bucket.members:
                     expect(self.slots[i].parameter, Arrival(gathering, i, uses))
@@ -164,8 +170,11 @@ class GradientExchange:
         for slot in self.slots:
             settle(slot.parameter)
 
-    def after_step(self, began: float) -> None:
-        """Called at the end of `optimizer.step()`, on all ranks at the same point."""
+    def after_step(self, began: float, *, last: bool = True) -> None:
+        """Called at the end of `optimizer.step()`, on all ranks; the model's `last` optimiser ends the iteration."""
+        self.meeting.end_step()
+        if not last:
+            return
         now = time.perf_counter()
         if self.recorder.active and self.active:
             self._record_iteration(began, now)
@@ -225,16 +234,18 @@ class GradientExchange:
         if gradient.is_sparse:
             raise Error(f"overlap: the gradient of {slot.name!r} is sparse, and buckets are dense")
         slot.on(SlotEvent.FILL)
+        if not self._begun:
+            self.shares.forget()
         self._put(index, gradient)
         self._begun = True
-        self._bucket_of[index].missing -= 1
+        self.bucket_of[index].missing -= 1
         if self._stamping:
             self.stamps.append((index, time.perf_counter()))
         self._launch()
 
     def _put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Puts what this rank gives (nothing is zero) into its bucket, whose slot was filled or skipped just now."""
-        bucket = self._bucket_of[index]
+        bucket = self.bucket_of[index]
         if bucket.reducing is not None:
             bucket.reducing.wait()
         bucket.open(self._buffers)
@@ -374,18 +385,6 @@ class GradientExchange:
             if used:
                 slot.on(SlotEvent.FIND)
         self._flags = None
-
-    def _zero(self, index: int) -> None:
-        """A stand-in was set to zero: zeroes this rank's share of the gradient."""
-        slot, bucket = self.slots[index], self._bucket_of[index]
-        if slot.look() not in (GradientState.REDUCED, GradientState.MIXED):
-            return
-        if bucket.reducing is not None:
-            bucket.reducing.wait()
-        for piece in bucket.pieces:
-            if piece.index == index:
-                piece.gradient.zero_()
-        slot.on(SlotEvent.ZERO)
 
 
 def _already(transfer: ring.Transfer) -> Run:

@@ -10,10 +10,10 @@ of a whole bucket all.
 
 from __future__ import annotations
 
-import logging
-import threading
+import copy
 import time
-from collections import OrderedDict, defaultdict
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +26,10 @@ from dovetail.core.plan import Bucket
 
 from ..module import DistributedDataParallel
 from . import optimizer_state as states
+from .elementwise import PieceState, check_elementwise
 from .exchange import GradientExchange
 from .shard_layout import ShardedBucket, ShardPiece, in_memory_order
-
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-"""Optimisers of torch.optim in which an element's new value depends on that element's gradients only."""
+from .slot import GradientState
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -41,10 +40,8 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 GRADIENT = "dovetail gradient"
-PATIENCE = 20.0
-"""Seconds after which a rank that waits in state_dict() logs what it waits for."""
-
-log = logging.getLogger("dovetail")
+STATE = "the optimiser's state"
+INSTEAD = "each has only its share; call state = dovetail.full_state(optimizer) on all ranks and store what rank 0 gets"
 
 
 def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) -> ShardedOptimizer:
@@ -55,37 +52,76 @@ def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) ->
     then sent, in the order in which forward needs them. `step()` returns while they are on their way; code that uses a
     parameter before it has arrived waits for it.
 
+    A model may have several optimisers, each with its own parameters: call it once for each. Parameters that are not
+    the model's, or that were frozen when it was wrapped, are updated on every rank, as they are without this line.
+
     Args:
-        optimizer: any optimiser of torch.optim that works element by element; use what is returned in its place.
+        optimizer: any optimiser of torch.optim that works element by element, or a subclass that leaves its arithmetic
+            as it is; use what is returned in its place.
         model: wrapped with `dovetail.DistributedDataParallel(model)`.
         elementwise: promises that an optimiser from outside torch.optim works element by element.
     """
+    if isinstance(model, (list, tuple)):
+        raise Error(
+            "optimizer: expected one model, got several; make one optimiser for each, or give the largest: parameters "
+            "of the others are all-reduced and updated on every rank, as without this line"
+        )
     if not isinstance(model, DistributedDataParallel):
         raise Error("optimizer: expected a model wrapped with dovetail.DistributedDataParallel")
     if not isinstance(optimizer, Optimizer):
         raise Error(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
-    _check(optimizer, model, elementwise)
-    made = ShardedOptimizer(optimizer, model, model.open_exchange())
+    check_elementwise(optimizer, elementwise)
+    first = model.optimizer
+    if first is not None:
+        first.check_apart(optimizer)
+    made = ShardedOptimizer(optimizer, model, first)
     model.attach(made)
     return made
+
+
+def full_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The whole optimiser's state on rank 0, in torch's own format; the other ranks get an empty dictionary.
+
+    All ranks must call it, as in
+
+        state = dovetail.full_state(optimizer)
+        if rank == 0:
+            torch.save({"model": model.state_dict(), "optimizer": state}, path)
+
+    It takes any optimiser of torch too. `optimizer.state_dict()` gives the same to every rank.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.full_state()
+    return optimizer.state_dict() if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
 
 class ShardedOptimizer(Optimizer):
     """What `dovetail.optimizer` returns, used in place of the optimiser it was made from."""
 
-    def __init__(self, inner: Optimizer, model: DistributedDataParallel, exchange: GradientExchange) -> None:
+    state: PieceState
+
+    def __init__(self, inner: Optimizer, model: DistributedDataParallel, first: ShardedOptimizer | None = None) -> None:
         # Not Optimizer.__init__, which would make new groups: schedulers change these.
         groups = inner.param_groups
-        super().__setstate__({"defaults": inner.defaults, "state": defaultdict(dict), "param_groups": groups})
+        super().__setstate__({"defaults": inner.defaults, "state": PieceState(), "param_groups": groups})
         self._inner = inner
-        self._exchange = exchange
-        self._group: dist.ProcessGroup = model.process_group
-        self._of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
-        self._shells: list[Optimizer] = []
+        self._exchange: GradientExchange = model.open_exchange() if first is None else first._exchange
+        self._peers: list[weakref.ref[ShardedOptimizer]] = [] if first is None else first._peers
+        """All optimisers of the model, in the order in which they were attached."""
+        self._peers.append(weakref.ref(self))
         self._build()
-        given = {self._exchange.index[id(p)]: s for p, s in inner.state.items() if id(p) in self._exchange.index}
+        index = self._exchange.index
+        given = {index[id(p)]: s for p, s in inner.state.items() if id(p) in index}
         states.share_out(self._exchange, given, self.state.__setitem__)
+        self.state.update({p: s for p, s in inner.state.items() if id(p) not in index})
         inner.state.clear()
+        inner.register_step_pre_hook(_refuse_inner)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a subclass of torch's optimiser has besides, methods too, is found here as well."""
+        if name.startswith("_") or "_inner" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._inner, name)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,22 +130,31 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         exchange, start = self._exchange, time.perf_counter()
+        peers = self._alive()
         exchange.settle()
+        exchange.shares.flush()
         reduced = exchange.reduced()
         self._refuse_lone_gradients()
         self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for the inner optimiser looks here
-        exchange.updating = 0.0
-        whole = []
+        if peers[0] is self:
+            exchange.updating = 0.0
+        whole, touched = [], set()
         for bucket in reduced:
+            if not any(self._group_of(i) is not None for i in bucket.members):
+                continue  # another optimiser's
+            touched.add(bucket.number)
             if bucket.kind == "whole":
                 whole.append(bucket)
             else:
                 self._update(bucket)
-        exchange.gather()
+        exchange.gather(touched, first=peers[0] is self)
         # While the first new values are on their way: nobody waits for what every rank updates for itself.
         for bucket in whole:
             self._update(bucket)
-        exchange.after_step(start)
+        if self._local is not None:
+            self._follow(self._local)
+            self._local.step()
+        exchange.after_step(start, last=peers[-1] is self)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -125,69 +170,50 @@ class ShardedOptimizer(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """torch.nn.utils.clip_grad_norm_ over the gradients of the whole model. All ranks call it together."""
-        exchange = self._exchange
-        if not exchange.active:
-            parameters = [s.parameter for s in exchange.slots]
-            return torch.nn.utils.clip_grad_norm_(
-                parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-            )
-        buckets = list(exchange.reduced())
-        pieces = [p for b in buckets for p in b.pieces if exchange.has_gradient(p.index)]
-        # What every rank has whole counts once.
-        counted = [b for b in buckets if b.kind == "split" or exchange.rank == 0]
-        norms = [
-            torch.linalg.vector_norm(p.gradient, norm_type)
-            for b in counted
-            for p in b.pieces
-            if exchange.has_gradient(p.index)
-        ]
-        zero = torch.zeros((), dtype=buckets[0].share.dtype, device=exchange.device)
-        # The norm of a vector of norms, rank after rank, is the norm of the whole.
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([zero, *norms]), norm_type)
-        if norm_type == float("inf"):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._group)
-        else:
-            total = total.pow(norm_type)
-            dist.all_reduce(total, group=self._group)
-            total = total.pow(1 / norm_type)
+        """torch.nn.utils.clip_grad_norm_ over the gradients of this optimiser. All ranks call it together."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients, norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise Error(f"clip_grad_norm_: the norm of the gradients is {total.item()}")
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for piece in pieces:
-            piece.gradient.mul_(factor)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimiser's state in torch's own format. Every rank must call it: each has only its share."""
+        """The whole optimiser's state in torch's own format. Every rank must call it: each has only its share.
+
+        A rank that calls it alone gets an error that names `dovetail.full_state`.
+        """
+        return self._stored(everywhere=True)
+
+    def full_state(self) -> dict[str, Any]:
+        """See `dovetail.full_state`."""
+        return self._stored(everywhere=False)
+
+    def _stored(self, *, everywhere: bool) -> dict[str, Any]:
+        """The whole state, on every rank or on rank 0; {} on the others."""
+        exchange = self._exchange
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        waiting = threading.Timer(
-            PATIENCE,
-            log.warning,
-            ["dovetail: optimizer.state_dict() waits for the other ranks: every rank must call it"],
-        )
-        waiting.daemon = True
-        waiting.start()
-        try:
-            whole = states.whole(self._exchange, self._mine())
-        finally:
-            waiting.cancel()
+        exchange.settle()
+        if any(bucket.kind == "split" for bucket in exchange.buckets):
+            exchange.meeting.all_call(STATE, INSTEAD)
+        keep = everywhere or exchange.rank == 0
+        whole = states.whole(exchange, self._mine(), keep=keep)
+        if not keep:
+            return {}
         numbers: dict[int, int] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 numbers.setdefault(id(parameter), len(numbers))
+        found = {id(slot.parameter): whole[i] for i, slot in enumerate(exchange.slots) if whole.get(i)}
+        found |= {id(p): copy.copy(self.state[p]) for p in self._local_parameters() if self.state.get(p)}
         stored = {
-            "state": {
-                numbers[id(slot.parameter)]: whole[i]
-                for i, slot in enumerate(self._exchange.slots)
-                if id(slot.parameter) in numbers and whole.get(i)
-            },
+            "state": {number: found[key] for key, number in numbers.items() if key in found},
             "param_groups": [
                 {**_options(group), "params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups
             ],
         }
-        stored["state"] = dict(sorted(stored["state"].items()))  # type: ignore[attr-defined]
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, stored)
             stored = stored if changed is None else changed
@@ -204,11 +230,15 @@ class ShardedOptimizer(Optimizer):
             expected = ", ".join(str(len(g["params"])) for g in self.param_groups)
             raise Error(f"load_state_dict: expected groups of {expected} parameters, got {sizes}")
         given: states.State = {}
+        fresh: dict[torch.Tensor, Any] = {}
         for theirs, ours in zip(saved, self.param_groups, strict=True):
             for number, parameter in zip(theirs["params"], ours["params"], strict=True):
-                if number in state_dict["state"] and id(parameter) in self._exchange.index:
+                if number not in state_dict["state"]:
+                    continue
+                if id(parameter) in self._exchange.index:
                     given[self._exchange.index[id(parameter)]] = state_dict["state"][number]
-        fresh: dict[torch.Tensor, Any] = {}
+                else:
+                    fresh[parameter] = states.like(parameter, state_dict["state"][number])
         states.share_out(self._exchange, given, fresh.__setitem__)
         for theirs, ours in zip(saved, self.param_groups, strict=True):
             ours.update(_options(theirs))
@@ -218,7 +248,18 @@ class ShardedOptimizer(Optimizer):
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise Error("add_param_group: expected before dovetail.optimizer, which shares the parameters out")
+        """Adds a group as torch does. All ranks call it; the parameters' shares are those that they have already."""
+        self._inner.add_param_group(param_group)
+        self._build()
+
+    def check_apart(self, other: Optimizer) -> None:
+        """Refuses another optimiser for the model that holds a parameter which one of the model's has already."""
+        theirs = {id(p) for group in other.param_groups for p in group["params"]}
+        if any(theirs & set(peer._of) for peer in self._alive()):
+            raise Error(
+                "optimizer: a parameter of this model is in another optimiser already; give each parameter to one, or "
+                "delete the other optimiser first"
+            )
 
     def move(self, order: Sequence[int], buckets: Sequence[Bucket], *, active: bool = True) -> None:
         """Changes to new buckets: the state of every element moves to where it is updated from now on.
@@ -226,9 +267,13 @@ class ShardedOptimizer(Optimizer):
         All ranks call it at the same point. `active`: the exchange is in charge from now on, else torch's reducer is,
         and gradients are whole in `.grad`.
         """
-        exchange = self._exchange
+        exchange, peers = self._exchange, self._alive()
         exchange.settle()
-        mine, had = self._mine(), exchange.active
+        exchange.shares.forget()
+        mine: states.State = {}
+        for peer in peers:
+            mine |= {i: state for i, state in peer._mine().items() if peer._group_of(i) is not None}
+        mine, had = {i: mine.get(i, {}) for i in self._mine()}, exchange.active
         for bucket in exchange.buckets if had else ():
             for piece in bucket.pieces:
                 if exchange.has_gradient(piece.index):
@@ -236,9 +281,13 @@ class ShardedOptimizer(Optimizer):
         whole = states.whole(exchange, mine)
         gradients = {i: {GRADIENT: s.pop(GRADIENT)} for i, s in whole.items() if GRADIENT in s}
         exchange.lay_out(order, buckets)
-        self.state.clear()
-        self._build()
-        states.share_out(exchange, {i: s for i, s in whole.items() if s}, self.state.__setitem__)
+        for peer in peers:
+            kept = {p: peer.state[p] for p in peer._local_parameters() if p in peer.state}
+            peer.state.clear()
+            peer.state.update(kept)
+            peer._build()
+            of_peer = {i: s for i, s in whole.items() if s and peer._group_of(i) is not None}
+            states.share_out(exchange, of_peer, peer.state.__setitem__)
         exchange.active = active
         if not active:
             for i, gradient in gradients.items():
@@ -247,84 +296,92 @@ class ShardedOptimizer(Optimizer):
             places = {p.values: p.gradient for b in exchange.buckets for p in b.pieces}
             states.share_out(exchange, gradients, lambda values, part: places[values].copy_(part[GRADIENT]))
 
+    def _alive(self) -> list[ShardedOptimizer]:
+        """The model's optimisers."""
+        return [peer for held in self._peers if (peer := held()) is not None]
+
     def _mine(self) -> states.State:
         return states.of_pieces(self._exchange, lambda values: self.state.get(values, {}))
 
+    def _local_parameters(self) -> list[torch.Tensor]:
+        """Parameters that are not in the exchange: each rank updates them with the gradients that it has of them."""
+        return [p for group in self.param_groups for p in group["params"] if id(p) not in self._exchange.index]
+
     def _build(self) -> None:
         """Makes one optimiser per bucket, of the user's class, with the pieces of that bucket in the user's groups."""
+        exchange = self._exchange
+        self._of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        pieces = [piece for bucket in exchange.buckets for piece in bucket.pieces]
+        self.state.piece_of = {id(exchange.slots[p.index].parameter): p.values for p in pieces}
         self._shells = []
-        for bucket in self._exchange.buckets:
-            shell = object.__new__(type(self._inner))
-            shell.__dict__.update({k: v for k, v in self._inner.__dict__.items() if k != "step"})
-            shell.__dict__.update({name: OrderedDict() for name in _HOOKS})
-            shell.state = self.state
-            shell.param_groups = []
-            for g, group in enumerate(self.param_groups):
-                pieces = [p.values for p in bucket.pieces if self._group_of(p.index) == g]
-                shell.param_groups.append({**_options(group), "params": pieces})
-            self._shells.append(shell)
+        for bucket in exchange.buckets:
+            held: list[list[torch.Tensor]] = [[] for _ in self.param_groups]
+            for piece in bucket.pieces:
+                if (g := self._group_of(piece.index)) is not None:
+                    held[g].append(piece.values)
+            self._shells.append(self._shell(held))
+        local = {id(p) for p in self._local_parameters()}
+        whole = [[p for p in group["params"] if id(p) in local] for group in self.param_groups]
+        self._local = self._shell(whole) if local else None
+
+    def _shell(self, held: list[list[torch.Tensor]]) -> Optimizer:
+        """An optimiser of the user's class for these tensors of each group."""
+        shell = object.__new__(type(self._inner))
+        shell.__dict__.update({k: v for k, v in self._inner.__dict__.items() if k != "step"})
+        shell.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        shell.state = self.state
+        shell.param_groups = [{**_options(group), "params": held[g]} for g, group in enumerate(self.param_groups)]
+        return shell
+
+    def _follow(self, shell: Optimizer) -> None:
+        """Gives an optimiser the options that the user's groups have now."""
+        for ours, theirs in zip(shell.param_groups, self.param_groups, strict=True):
+            ours.update(_options(theirs))
 
     def _group_of(self, index: int) -> int | None:
         return self._of.get(id(self._exchange.slots[index].parameter))
 
     def _update(self, bucket: ShardedBucket) -> None:
         began, shell = time.perf_counter(), self._shells[bucket.number]
-        for ours, theirs in zip(shell.param_groups, self.param_groups, strict=True):
-            ours.update(_options(theirs))
+        self._follow(shell)
         if bucket.master is not None and bucket.lost is not None:
             torch.add(bucket.mine, bucket.lost.owned, out=bucket.master)
         for piece in bucket.pieces:
-            piece.values.grad = self._gradient(piece) if self._exchange.has_gradient(piece.index) else None
+            piece.values.grad = self._gradient(piece) if self._group_of(piece.index) is not None else None
         shell.step()
         self._exchange.updating += time.perf_counter() - began
 
-    def _gradient(self, piece: ShardPiece) -> torch.Tensor:
-        if self._exchange.active:
+    def _gradient(self, piece: ShardPiece) -> torch.Tensor | None:
+        if self._exchange.active and self._exchange.has_gradient(piece.index):
             return piece.gradient
         parameter = self._exchange.slots[piece.index].parameter
-        assert parameter.grad is not None, "the caller has looked"
-        return in_memory_order(parameter.grad, parameter)[piece.start : piece.stop]
+        if parameter.grad is None:
+            return None
+        # Whole: torch's reducer is in charge, or the user has put it there.
+        return in_memory_order(parameter.grad.to(parameter.dtype), parameter)[piece.start : piece.stop]
 
     def _refuse_lone_gradients(self) -> None:
         """Refuses gradients that were never sent to the other ranks."""
-        if not self._exchange.active:
-            return
-        for group in self.param_groups:
+        exchange = self._exchange
+        for group in self.param_groups if exchange.active else ():
             for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
+                index = exchange.index.get(id(parameter))
+                if index is None or parameter.grad is None:
                     continue
-                index = self._exchange.index.get(id(parameter))
-                if index is None:
-                    raise Error("step: a parameter that was frozen when the model was wrapped has a gradient now")
-                if not self._exchange.has_gradient(index):
+                slot = exchange.slots[index]
+                if slot.look() in (GradientState.OWN, GradientState.MIXED):
                     raise Error(
-                        f"step: the gradient of {self._exchange.slots[index].name!r} is this rank's own: the last "
-                        "backward pass ran inside no_sync(), or was the second of one forward pass"
+                        f"step: the gradient of {slot.name!r} is this rank's own: the last backward pass ran inside "
+                        "no_sync(), or was the second of one forward pass"
                     )
+
+
+def _refuse_inner(*_: Any) -> None:
+    raise Error(
+        "step: expected a step of the optimiser that dovetail.optimizer has returned, not of the one given to it"
+    )
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters."""
     return {k: v for k, v in group.items() if k != "params"}
-
-
-def _check(optimizer: Optimizer, model: DistributedDataParallel, elementwise: bool) -> None:
-    kind = type(optimizer)
-    known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
-    if not known and (not elementwise or kind.__module__.startswith("torch.optim")):
-        raise Error(
-            f"optimizer: {kind.__qualname__} may need whole parameters; expected one that works element by element "
-            f"({', '.join(ELEMENTWISE)}, or another with elementwise=True)"
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise Error("optimizer: differentiable=True needs whole parameters in one graph")
-    if model.optimizer is not None:
-        raise Error("optimizer: this model has one already; put all its parameters into the groups of one optimiser")
-    reduced = {id(p) for _, p in model.reduced_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in reduced:
-                raise Error(
-                    "optimizer: it holds a parameter that is not one of the model's, or was frozen when wrapped"
-                )

@@ -25,7 +25,7 @@ State = dict[int, dict[str, Any]]
 TAG = 2**30
 """First tag of messages about state: if one rank alone asks for state, it must not receive another's gradients."""
 
-WHAT = "gathering optimiser state from all ranks (each of them must call state_dict() if one does)"
+WHAT = "gathering optimiser state from all ranks"
 
 
 def of_pieces(exchange: GradientExchange, get: Callable[[torch.Tensor], dict[str, Any]]) -> State:
@@ -33,19 +33,35 @@ def of_pieces(exchange: GradientExchange, get: Callable[[torch.Tensor], dict[str
     return {piece.index: get(piece.values) for bucket in exchange.buckets for piece in bucket.pieces}
 
 
-def whole(exchange: GradientExchange, mine: State) -> State:
-    """The state of whole parameters, in their shapes, from the pieces of all ranks. All ranks call it together."""
+def whole(exchange: GradientExchange, mine: State, *, keep: bool = True) -> State:
+    """The state of whole parameters, in their shapes, from the pieces of all ranks. All ranks call it together.
+
+    One that does not `keep` it gets what travels, bucket by bucket, and drops it. Where no bucket is split, each rank
+    has everything, and needs no other.
+    """
     counts, kinds = _describe(exchange, mine)
     found: State = {index: dict(values) for index, values in counts.items()}
     for bucket in exchange.buckets:
         keys = sorted({key for i in bucket.members for key in kinds.get(i, {})})
         for key in keys:
             flat = _gather(exchange, bucket, key, mine, {kinds[i][key] for i in bucket.members if key in kinds[i]})
-            for i in bucket.members:
+            for i in bucket.members if keep else ():
                 if key in kinds.get(i, {}):
                     parameter, at = exchange.slots[i].parameter, bucket.offsets[i]
                     found[i][key] = in_shape(flat[at : at + parameter.numel()], parameter)
-    return found
+    return found if keep else {}
+
+
+def like(parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of one parameter's state, on its device and, but for the number of steps, in its dtype."""
+    copied = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and key != "step":
+            dtype = parameter.dtype if value.is_floating_point() else value.dtype
+            copied[key] = value.to(device=parameter.device, dtype=dtype, copy=True)
+        else:
+            copied[key] = copy.deepcopy(value)
+    return copied
 
 
 def share_out(exchange: GradientExchange, state: State, put: Callable[[torch.Tensor, dict[str, Any]], object]) -> None:
@@ -86,7 +102,9 @@ def _describe(exchange: GradientExchange, mine: State) -> tuple[State, dict[int,
                 counts[index][key] = value
     merged_counts: State = {}
     merged_kinds: dict[int, dict[str, torch.dtype]] = {}
-    for their_counts, their_kinds in _gather_objects(exchange, (counts, kinds)):
+    split = any(bucket.kind == "split" for bucket in exchange.buckets)
+    everyone = _gather_objects(exchange, (counts, kinds)) if split else [(counts, kinds)]
+    for their_counts, their_kinds in everyone:
         for index, values in their_counts.items():
             merged_counts.setdefault(index, {}).update(values)
         for index, dtypes in their_kinds.items():

@@ -116,13 +116,17 @@ def lay_out(
 ) -> list[ShardedBucket]:
     """Moves the parameters into buckets: `order` names them in gradient-ready order, in which `buckets` count.
 
-    Every Parameter object stays the same; only its memory changes.
+    Every Parameter object stays the same; only its memory changes. A bucket whose parameters have several dtypes
+    becomes one for each of them.
     """
     assert sorted(order) == list(range(len(parameters))) and buckets[-1].stop == len(order)
-    return [
-        _bucket(number, [order[k] for k in range(b.start, b.stop)], b, parameters, ranks, rank)
-        for number, b in enumerate(buckets)
-    ]
+    uniform: list[tuple[list[int], Bucket]] = []
+    for bucket in buckets:
+        members: dict[torch.dtype, list[int]] = {}
+        for i in order[bucket.start : bucket.stop]:
+            members.setdefault(parameters[i].dtype, []).append(i)
+        uniform += [(of_dtype, bucket) for of_dtype in members.values()]
+    return [_bucket(number, those, b, parameters, ranks, rank) for number, (those, b) in enumerate(uniform)]
 
 
 def _bucket(

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .scattered import ScatteredGradient
+from .scattered import ScatteredGradient, renewed
 
 
 class GradientState(Enum):
@@ -140,6 +140,9 @@ class GradientSlot:
         """Notices what the user has done to `.grad`, and returns where the gradient is."""
         seen = self.parameter.grad
         if seen is None if self.state.gradient is _FOREIGN else seen is not self._shown():
+            if self.state.gradient in _IN_BUCKET:
+                self.scattered = renewed(self.scattered)
+                self.mixed = renewed(self.mixed) if self.state.gradient is _MIXED else self.mixed
             self.state = next_state(self.state, SlotEvent.CLEAR if seen is None else SlotEvent.REPLACE)
             self.own = None
         return self.state.gradient

@@ -60,6 +60,9 @@ class LaneWork:
             torch.accelerator.current_stream().wait_event(self._event)
 
 
+IDLE = 1.0
+"""Seconds without work after which a lane's thread says that it has none."""
+
 Run = Callable[[], Transfer]
 """Starts a transfer. Up to its first `yield` it must not wait for other ranks: the one before it has not ended yet."""
 _Queued = tuple[LaneWork, Run, Any]
@@ -70,14 +73,22 @@ class CommunicationLane:
     """Runs work in order on a thread of its own. When one fails, all behind it fail too.
 
     `patience` is how many seconds the end of the process, or of `group`, waits for what is queued. When another rank is
-    lost, the running work fails at the latest after the group's time-out, and all behind it fail at once.
+    lost, the running work fails at the latest after the group's time-out, and all behind it fail at once. `idle` is
+    called by the thread while it has nothing to do, once in IDLE seconds.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup, patience: float) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        patience: float,
+        *,
+        idle: Callable[[], None] | None = None,
+    ) -> None:
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         # A daemon: a rank that fails while a message hangs must still be able to end.
         use = LinkUse()
-        args = (self._queue, device, group.rank(), use)
+        args = (self._queue, device, group.rank(), use, idle)
         self._thread = threading.Thread(target=_run, args=args, name="dovetail-lane", daemon=True)
         self._device = device
         self._use = use
@@ -148,9 +159,14 @@ class _Driver:
     """What the lane's thread does: at most one transfer is being ended while the next has begun."""
 
     def __init__(
-        self, queued: queue.SimpleQueue[_Queued | None], device: torch.device, rank: int, use: LinkUse
+        self,
+        queued: queue.SimpleQueue[_Queued | None],
+        device: torch.device,
+        rank: int,
+        use: LinkUse,
+        idle: Callable[[], None] | None,
     ) -> None:
-        self._queued, self._rank, self._use = queued, rank, use
+        self._queued, self._rank, self._use, self._idle = queued, rank, use, idle
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._broken = ""
@@ -160,12 +176,17 @@ class _Driver:
         """Nothing more will come."""
 
     def take(self, *, block: bool) -> _Started | None:
-        """Begins the next work, if there is any: waits for one if `block`."""
+        """Begins the next work, if there is any: waits for one, for at most IDLE seconds, if `block`."""
         if self.over:
             return None
         try:
-            item = self._queued.get(block=block)
+            item = self._queued.get(block=block, timeout=IDLE)
         except queue.Empty:
+            if block and self._idle is not None:
+                try:
+                    self._idle()
+                except Exception:  # the process group's store has ended
+                    self._idle = None
             return None
         if item is None:
             self.over = True
@@ -210,9 +231,15 @@ class _Driver:
         started.work._error, started.transfer = self._broken, iter(())
 
 
-def _run(queued: queue.SimpleQueue[_Queued | None], device: torch.device, rank: int, use: LinkUse) -> None:
+def _run(
+    queued: queue.SimpleQueue[_Queued | None],
+    device: torch.device,
+    rank: int,
+    use: LinkUse,
+    idle: Callable[[], None] | None,
+) -> None:
     torch.set_grad_enabled(False)  # for this thread: communication is part of no graph
-    driver = _Driver(queued, device, rank, use)
+    driver = _Driver(queued, device, rank, use, idle)
     started: _Started | None = None
     while not driver.over or started is not None:
         started = driver.take(block=True) if started is None else driver.end(started)
