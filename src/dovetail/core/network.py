@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Protocol
 
@@ -18,6 +19,17 @@ CollectiveName = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_a
 COLLECTIVES: tuple[CollectiveName, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 FloatArray = npt.NDArray[np.float64]
+
+_RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>kbit|mbit|gbit)", re.IGNORECASE)
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def bits_per_second(rate: str) -> float:
+    """The rate that "1gbit" or "300mbit" stands for; an Error for anything else."""
+    match = _RATE.fullmatch(rate.strip())
+    if match is None or float(match["number"]) == 0:
+        raise Error(f"rate: expected a number with kbit, mbit or gbit such as '1gbit' or '300mbit', got {rate!r}")
+    return float(match["number"]) * _UNITS[match["unit"].lower()]
 
 
 class Cost(Protocol):

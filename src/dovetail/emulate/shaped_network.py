@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from dovetail.core.errors import Error, first_line
+from dovetail.core.network import bits_per_second as bits_per_second
 
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps its names
 PREFIX = "dovetail-net"
@@ -33,9 +34,7 @@ TIMEOUT = 20.0  # seconds for one call of `ip` or `tc`; they take milliseconds
 
 # dovetail-net-<pid>-<start of that process, in clock ticks since boot>-<network>-<member>
 _NAME = re.compile(rf"{PREFIX}-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]+-(?:r\d+|bridge)")
-_RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>kbit|mbit|gbit)", re.IGNORECASE)
 _SIZE = re.compile(r"[1-9]\d*(?:kb|mb)", re.IGNORECASE)
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 
@@ -71,14 +70,6 @@ def available(*, euid: int | None = None, find: Callable[[str], str | None] = sh
     if missing := [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]:
         return f"a shaped network needs {' and '.join(missing)}: start the container with --privileged"
     return None
-
-
-def bits_per_second(rate: str) -> float:
-    """The rate that "1gbit" or "300mbit" stands for; an Error for anything else."""
-    match = _RATE.fullmatch(rate.strip())
-    if match is None or float(match["number"]) == 0:
-        raise Error(f"rate: expected a number with kbit, mbit or gbit such as '1gbit' or '300mbit', got {rate!r}")
-    return float(match["number"]) * _UNITS[match["unit"].lower()]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Begin with `iteration.py`.
 
 from .auto import choose
 from .iteration import simulate
+from .node import NodePrediction, with_node
 from .scale import ScalePoint, scale, techniques
 
-__all__ = ["ScalePoint", "choose", "scale", "simulate", "techniques"]
+__all__ = ["NodePrediction", "ScalePoint", "choose", "scale", "simulate", "techniques", "with_node"]
