@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from dovetail.emulate.launch import launch, report
+from dovetail.emulate.shaped_network import ShapedNetwork
 from tests.paths import ROOT
 
 
@@ -20,13 +21,18 @@ def run_ranks(function: Callable[..., Any], *, ranks: int = 2, timeout: float = 
 
 
 def run_all(
-    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]], *, ranks: int = 2, timeout: float = 900
+    calls: Sequence[tuple[Callable[..., Any], dict[str, Any]]],
+    *,
+    ranks: int = 2,
+    timeout: float = 900,
+    network: ShapedNetwork | None = None,
 ) -> list[list[Any]]:
     """Several calls, one after the other, in the same processes: starting those takes longer than most calls do."""
     named = [(f"{function.__module__}:{function.__name__}", given) for function, given in calls]
     results = launch(
         ["-m", "tests.ranks", json.dumps(named)],
         ranks=ranks,
+        network=network,
         timeout=timeout,
         env={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
     )

@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 from .files import Bytes, Name, Noun, Record, Seconds
 
 SpanKind = Literal["forward", "backward", "communication", "optimizer", "wait", "idle", "task", "lease"]
+LOST = "lost in "
+"""Begins the name of a span by which a rank takes longer than the others, and delays them."""
 ALL_RANKS = "all ranks"
 """Before the slash of a track that belongs to every rank alike: "all ranks/network"."""
 

@@ -21,6 +21,14 @@ def smallest(values: Sequence[float], group: dist.ProcessGroup, device: torch.de
     return _reduce(values, dist.ReduceOp.MIN, group, device)
 
 
+def everyones(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
+    """The values of each rank, which gives as many as the others, in the order of ranks."""
+    mine = torch.tensor(list(values), dtype=torch.float32, device=device)
+    shared = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shared, mine, group=group)
+    return [tensor.tolist() for tensor in shared]
+
+
 def from_first(value: T, group: dist.ProcessGroup, device: torch.device) -> T:
     """The value of the group's first rank, on all ranks."""
     box = [value]

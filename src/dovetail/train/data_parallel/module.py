@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from dovetail.train.recording import Recording
 
 from . import eligibility, reducer
 from .observe import BucketRecorder
+from .rank_watch import RankWatch
 from .sharded.exchange import GradientExchange
 from .tuning.trials import Tuning
 from .tuning.tuner import Tuner
@@ -100,6 +102,9 @@ class DistributedDataParallel(TorchDDP):
         # Set before torch's constructor, which asks for the parameters to reduce.
         self._tuner: Tuner | None = None
         self._recorder: BucketRecorder | None = None
+        self._rank_watch: RankWatch | None = None
+        self.forward_called = 0.0
+        """When the exchange's last forward pass was called, before it waited for buffers; time.perf_counter()."""
         self._reduced: tuple[list[nn.Parameter], list[bool]] | None = None
         self._reduced_names: dict[int, str] | None = None
         self.exchange: GradientExchange | None = None
@@ -176,7 +181,7 @@ class DistributedDataParallel(TorchDDP):
         self._report = TuningReport(state="off", overlap="forward", reason="planning is off", plan=plan)
         if self._plan == "auto" and self.exchange.ranks > 1:
             self._tuner = Tuner(self, self._tuning)
-            self.exchange.on_step = self._tuner.after_step
+            self.exchange.on_step = self._after_step
 
     def use_reducer(self, caps_mib: list[float] | None) -> None:
         """Puts torch's reducer in charge, with these bucket caps or with its own. All ranks call it together.
@@ -213,7 +218,7 @@ class DistributedDataParallel(TorchDDP):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.exchange is not None and self.exchange.active:
             return self._exchanged_forward(*inputs, **kwargs)
-        if self._tuner is None and self._recorder is None:
+        if self._tuner is None and self._recorder is None and not self._looks_at_ranks():
             return super().forward(*inputs, **kwargs)
         return self._watched_forward(*inputs, **kwargs)
 
@@ -231,7 +236,9 @@ class DistributedDataParallel(TorchDDP):
     @property
     def report(self) -> TuningReport:
         """What `explain()` prints, as data."""
-        return self._tuner.report if self._tuner is not None else self._report
+        report = self._tuner.report if self._tuner is not None else self._report
+        newest = self._rank_watch.last if self._rank_watch is not None else None
+        return report if newest is None else replace(report, ranks=newest)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -318,7 +325,7 @@ class DistributedDataParallel(TorchDDP):
         )
         state: dict[str, Any] = super().__getstate__()
         off = TuningReport(state="off", reason="this is a copy")
-        fresh = dict.fromkeys(("_tuner", "_recorder", "_reduced", "_reduced_names"))
+        fresh = dict.fromkeys(("_tuner", "_recorder", "_rank_watch", "_reduced", "_reduced_names"))
         return {**state, **fresh, "_report": off}
 
     def _exchanged_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -326,7 +333,9 @@ class DistributedDataParallel(TorchDDP):
         assert exchange is not None
         synchronises = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
         if synchronises:
+            self.forward_called = time.perf_counter()
             exchange.arm()
+            self._looks_at_ranks()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:  # not tested on the hardware at hand
@@ -343,16 +352,36 @@ class DistributedDataParallel(TorchDDP):
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _watched_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        watcher = self._recorder or self._tuner
+        watcher = self._recorder or self._tuner or self._rank_watch
         assert watcher is not None
         watcher.before_forward()
         output = super().forward(*inputs, **kwargs)
         watcher.after_forward()
         if self._tuner is not None and not self._tuner.active:
             self._report, self._tuner = self._tuner.report, None
+            self._watch_ranks()
         return output
 
+    def _after_step(self) -> None:
+        """Called at the end of every `optimizer.step()` of dovetail's, on all ranks."""
+        if self._tuner is not None:
+            self._tuner.after_step()
+        if self._rank_watch is not None:
+            self._rank_watch.after_step()
+        self._watch_ranks()
+
+    def _watch_ranks(self) -> None:
+        """Once planning is over, begins to look for slow ranks from time to time."""
+        if self._rank_watch is None and self.report.state == "done":
+            self._rank_watch = RankWatch(self)
+
+    def _looks_at_ranks(self) -> bool:
+        return self._rank_watch is not None and not torch.compiler.is_compiling() and self._rank_watch.due()
+
     def _stop_planning(self, reason: str) -> None:
+        if self._rank_watch is not None:
+            self._rank_watch.close()
+            self._rank_watch = None
         if self._tuner is not None:
             self._tuner.stop(reason)
             self._report, self._tuner = self._tuner.report, None

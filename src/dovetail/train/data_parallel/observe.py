@@ -27,8 +27,10 @@ from torch.utils.hooks import RemovableHandle
 from dovetail.measure.clock import Clock
 from dovetail.measure.passes import tensors_in
 from dovetail.train.recording import SpanRecorder
+from dovetail.train.stragglers import RankIteration, rank_iteration
 
 from . import reducer
+from .layer_watch import LayerWatch
 
 SETTLE = 2
 """Iterations until torch has put the buckets of a new reducer into gradient-ready order."""
@@ -97,6 +99,8 @@ class ObservedIteration:
     """Seconds from the start of forward to the first use of each parameter, where that was looked at."""
     update: float = 0.0
     """Duration of the optimiser, where that was looked at."""
+    alone: RankIteration | None = None
+    """Where this rank's own time went, without waiting for others; on request only."""
 
 
 class Observer:
@@ -115,6 +119,8 @@ class Observer:
         self._forward_end: Any = None
         self._ready: list[tuple[int, Any]] = []
         self._timed = False
+        self._layers = LayerWatch(ddp.module, parameters, self._clock)
+        self._previous = self._computed = self._clock.stamp()
         self.watch(every_gradient=False)
 
     def watch(self, *, every_gradient: bool) -> None:
@@ -127,6 +133,10 @@ class Observer:
         self._timed = every_gradient
         for index, parameter in enumerate(self._parameters):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+        if every_gradient:
+            self._layers.open(handing=True)
+        else:
+            self._layers.close()
 
     def before_forward(self) -> None:
         self._queued = False  # a backward pass that raised must not silence the next
@@ -142,6 +152,7 @@ class Observer:
 
     def close(self) -> None:
         self._unhook()
+        self._layers.close()
         self._output_hook.remove()
         self._armed = self._queued = False
 
@@ -170,6 +181,7 @@ class Observer:
     def _outer_ended(self) -> None:
         # The reducer queues its own callback when the last bucket is ready; with a static graph it does so from within
         # another callback. A callback that queues another one runs behind all that were queued before: twice is enough.
+        self._computed = self._clock.stamp()  # the reducer's callback, which waits for collectives, comes later
         at_end_of_backward(lambda: at_end_of_backward(self._end))
 
     def _end(self) -> None:
@@ -185,7 +197,19 @@ class Observer:
                 total=end - start,
                 period=end - start,
                 ready=tuple((i, t - forward_end) for (i, _), t in zip(self._ready, ready, strict=True)),
+                alone=self._alone(stop) if self._timed else None,
             )
+        )
+        self._previous = self._clock.stamp()  # planning is not part of the next iteration
+
+    def _alone(self, stop: Any) -> RankIteration:
+        stamps = [self._previous, self._start, self._forward_end, self._computed, stop, *(s for _, s in self._ready)]
+        previous, began, forwarded, computed, ended, *ready = self._clock.seconds(stamps)
+        visits, marks = self._layers.taken(self._previous)
+        layers = (self._layers.layers[i] for i, _ in self._ready)
+        marks += [("ready", layer, t) for layer, t in zip(layers, ready, strict=True)]
+        return rank_iteration(
+            visits, marks, previous=previous, began=began, forwarded=forwarded, computed=computed, ended=ended
         )
 
     def _unhook(self) -> None:

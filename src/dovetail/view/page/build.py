@@ -191,7 +191,7 @@ def _lead(contents: Contents, settings: Sequence[PredictedPlan], others: Sequenc
     bars = [*measured, *(b for b in (default, plan) if b)]
     if len(measured) > 1:
         default, plan, bars = measured[0], measured[1], measured
-    notes = list(contents.notes)
+    notes = [*(loss for t in contents.timelines for loss in lead.losses(t)), *contents.notes]
     for s in settings[1:]:
         if s.chosen.overlap == "forward":
             theirs, ours = s.bars('dovetail with overlap="forward"')

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Profile
-from dovetail.core.timeline import Timeline
+from dovetail.core.timeline import LOST, Timeline
 from dovetail.view import tracks, units
 
 from .document import Bar, Lead
@@ -36,6 +36,17 @@ def bar(timeline: Timeline, label: str) -> Bar | None:
         exposed=traffic[slowest].exposed,
         **kinds[slowest],
     )
+
+
+def losses(timeline: Timeline) -> list[str]:
+    """A sentence for each loss by which a rank delays the others, the largest first."""
+    lost = sorted((s for s in timeline.spans if s.name.startswith(LOST)), key=lambda s: -s.duration)
+    whole = timeline.duration or 1.0
+    return [
+        f"{tracks.group(s.track).capitalize()} is slow: {units.seconds(s.duration)} of every {units.seconds(whole)}, "
+        f"{units.percent(s.duration / whole)}, are {s.name}, and the others wait."
+        for s in lost
+    ]
 
 
 def plan_bar(plan: Plan, label: str) -> Bar:

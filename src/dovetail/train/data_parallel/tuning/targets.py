@@ -19,10 +19,13 @@ from dovetail.core.errors import Error
 from dovetail.core.network import CollectiveName, Network, Precision
 from dovetail.core.plan import Overlap, Plan, Prediction, from_cuts
 from dovetail.core.profile import Profile
+from dovetail.measure.clock import Clock
 from dovetail.train import agree
+from dovetail.train.stragglers import RankIteration, rank_iteration
 
 from .. import comm_hooks, reducer
 from ..comm_hooks import TimedHook
+from ..layer_watch import LayerWatch
 from ..observe import ObservedIteration, Observer
 from ..wire import coded, ring
 from ..wire.lane import queued
@@ -194,6 +197,8 @@ class ExchangeTarget:
         self._policy = reducer.own_policy(ddp._bucket_config)
         self._torchs: Network | None = None
         self._last = time.perf_counter()
+        # On the host's clock, as the exchange's own times are.
+        self._layers = LayerWatch(ddp.module, [p for _, p in self.parameters], Clock(torch.device("cpu")))
 
     def begin(self, on_iteration: Callable[[ObservedIteration], None]) -> None:
         self._on_iteration = on_iteration
@@ -224,6 +229,26 @@ class ExchangeTarget:
             ready=tuple((i, t - ended) for i, t in exchange.stamps if t >= ended),
             used=used,
             update=exchange.updating,
+            alone=self._alone(now) if exchange.watching else None,
+        )
+
+    def _alone(self, now: float) -> RankIteration:
+        exchange = self._exchange
+        visits, marks = self._layers.taken(0.0)
+        (began, forwarded), called = exchange.forward_span, self._ddp.forward_called
+        marks += [("ready", self._layers.layers[i], t) for i, t in exchange.stamps if t >= forwarded]
+        return rank_iteration(
+            visits,
+            marks,
+            previous=self._last,
+            began=called,
+            forwarded=forwarded,
+            ended=now,
+            optimizer=exchange.updating,
+            waits=[
+                (called, began),
+                *((start, stop) for _, start, stop in exchange.uses if began <= start <= forwarded),
+            ],
         )
 
     def unready(self) -> bool:
@@ -231,6 +256,10 @@ class ExchangeTarget:
 
     def watch(self, *, every_gradient: bool) -> None:
         self._exchange.watching = every_gradient
+        if every_gradient:
+            self._layers.open()
+        else:
+            self._layers.close()
 
     def hooked(self, late: bool) -> str | None:
         return "a communication hook reduces whole gradients"
@@ -319,6 +348,7 @@ class ExchangeTarget:
 
     def close(self) -> None:
         self._exchange.watching = False
+        self._layers.close()
 
 
 def doubling(profile: Profile, workers: int) -> Plan:

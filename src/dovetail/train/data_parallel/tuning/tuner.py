@@ -30,6 +30,7 @@ from dovetail.core.plan import Overlap, Plan
 from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
 from dovetail.train import agree
 
+from ..layer_watch import compare_ranks
 from ..observe import ObservedIteration
 from .targets import ExchangeTarget, ReducerTarget
 from .trials import Trial, TrialPlan, Tuning, compete
@@ -198,6 +199,8 @@ class Tuner:
             yield
         seen = yield from self._watch(tuning.measure)
         order, profile, optimizer = self._profile(seen)
+        alone = [s.alone for s in seen if s.alone is not None]
+        ranks = compare_ranks(alone, profile.parameter_bytes, target.group, target.device)
         if (probe := target.probe(profile)) is not None:
             target.use(order, probe)
             for _ in range(tuning.settle):
@@ -213,6 +216,8 @@ class Tuner:
             forward=profile.forward_time(),
             backward=profile.backward_time(),
             network=network,
+            profile=profile,
+            ranks=ranks,
             notes=notes,
         )
         verdict = yield from compete(

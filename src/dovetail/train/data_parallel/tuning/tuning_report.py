@@ -11,9 +11,12 @@ import msgspec
 import numpy as np
 
 from dovetail import planning
+from dovetail.core.errors import Error
 from dovetail.core.network import Collective, CostSample, Fit, Network
 from dovetail.core.plan import Plan
 from dovetail.core.profile import Layer, LayerTime, Profile, exactly
+from dovetail.simulate.node import NodePrediction, with_node
+from dovetail.train.stragglers import RankComparison
 
 from .trials import Trial, Verdict
 
@@ -42,6 +45,10 @@ class TuningReport:
     backward: float = 0.0
     network: Network | None = None
     """What communication costs, as the plans were made with it; `contention` is what training has shown."""
+    profile: Profile | None = None
+    """Times of the slowest rank, as the plans were made with them."""
+    ranks: RankComparison | None = None
+    """Where each rank's time goes, and which of them are slow."""
     trials: tuple[Trial, ...] = ()
     verdict: Verdict | None = None
     kept: Trial | None = None
@@ -68,6 +75,15 @@ class TuningReport:
         steps = sum(t.steps for t in self.trials)
         return sum(t.lost * t.steps for t in self.trials) / steps if steps else 0.0
 
+    def with_node(self, rate: str, *, workers: int = 1) -> NodePrediction:
+        """Predicts an iteration with one more node, joined by a link of this rate ("1gbit"), from what was measured."""
+        if self.profile is None or self.network is None:
+            raise Error("with_node: nothing was measured yet; ask when `report.state` is 'done'")
+        kept = self.kept.plan if self.kept is not None else None
+        overlap = kept.overlap if kept is not None else self.overlap
+        optimizer = kept.prediction.optimizer if kept is not None else 0.0
+        return with_node(self.profile, self.network, rate=rate, workers=workers, overlap=overlap, optimizer=optimizer)
+
     def __str__(self) -> str:
         return "\n".join(_off(self) if self.state == "off" else _lines(self))
 
@@ -86,6 +102,8 @@ def _lines(r: TuningReport) -> Iterator[str]:
         yield f"  measured  forward {_ms(r.forward)}, backward {_ms(r.backward)}"
     if r.network is not None:
         yield from _network(r.network)
+    if r.ranks is not None:
+        yield from (f"  ranks     {line}" for line in r.ranks.lines())
     for trial in r.trials:
         yield (
             f"  {'kept ' if trial is r.kept else 'tried'}     {trial.label}: {_buckets(trial.plan)}, "
