@@ -1,6 +1,6 @@
-"""Hugging Face Accelerate: `plan.apply(accelerator)` before `prepare`.
+"""Hugging Face Accelerate: `dovetail.prepare(accelerator)` before `accelerator.prepare`.
 
-torchrun --standalone --nproc-per-node 2 examples/accelerate_digits.py [--plan plan.json]
+torchrun --standalone --nproc-per-node 2 examples/accelerate_digits.py [--ddp | --overlap | --plan plan.json]
 """
 
 import argparse
@@ -12,41 +12,60 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dovetail
-from dovetail.train.integrations import buckets
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--plan", help="a plan that `dovetail plan` wrote for this model")
-    path = parser.parse_args().plan
-
-    accelerator = Accelerator(cpu=True)
+def train(prepare, epochs, *, accumulate=1, precision="no", resume=None, store=None):
+    """Mean losses of the epochs, and the wrapped model; from the checkpoint of an epoch on, if one is given."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, mixed_precision=precision)
+    prepare(accelerator)
     torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
     layers = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(512, 10))
-    if path:
-        plan = dovetail.read(path, dovetail.Plan)
-    else:
-        profile = dovetail.measure.profile(model, data[:64][0])
-        plan = dovetail.plan(profile, dovetail.measure.preset("10gbe-2"))
-
-    plan.apply(accelerator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=64, shuffle=True))
-    for epoch in range(3):
+
+    first = 0
+    if resume:
+        folder, first = resume
+        accelerator.load_state(folder)
+    losses = []
+    for epoch in range(first, epochs):
+        loader.set_epoch(epoch)
         total = 0.0
         for x, y in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
             total += loss.item()
-        accelerator.print(f"epoch {epoch}: loss {total / len(loader):.3f}", flush=True)
+        losses.append(total / len(loader))
+        accelerator.print(f"epoch {epoch}: loss {losses[-1]:.3f}", flush=True)
+    if store:
+        accelerator.save_state(store)
+    return losses, model
 
-    accelerator.print(f"plan by {plan.policy}: buckets of {[b.bytes for b in plan.buckets]} bytes")
-    accelerator.print(f"torch uses buckets of {buckets(model)} bytes", flush=True)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ddp", action="store_true", help="torch's own wrapper, to compare with")
+    parser.add_argument("--overlap", action="store_true", help="hide communication behind the next forward pass too")
+    parser.add_argument("--plan", help="a plan that `dovetail plan` wrote for this model")
+    given = parser.parse_args()
+
+    def prepare(accelerator):
+        if not given.ddp:
+            plan = dovetail.read(given.plan, dovetail.Plan) if given.plan else "auto"
+            dovetail.prepare(accelerator, plan=plan, overlap="forward" if given.overlap else None)
+
+    _, model = train(prepare, 14)  # planning ends within 190 steps
+    accelerator = Accelerator()
+    if not given.ddp:
+        accelerator.print(model.explain(), flush=True)
     accelerator.end_training()
 
 

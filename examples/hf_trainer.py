@@ -1,6 +1,6 @@
-"""The Hugging Face Trainer: `plan.apply(trainer)` before `train`. A small GPT-2 learns Python's own source code.
+"""The Hugging Face Trainer: `dovetail.prepare(trainer)` before `train`. A small GPT-2 learns Python's own source code.
 
-torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py [--plan plan.json]
+torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py [--ddp | --overlap | --plan plan.json]
 """
 
 import argparse
@@ -8,10 +8,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 import dovetail
-from dovetail.train.integrations import buckets
 
 CONTEXT = 64  # bytes
 
@@ -23,40 +22,44 @@ def text():
     return [{"input_ids": window, "labels": window} for window in windows]
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--plan", help="a plan that `dovetail plan` wrote for this model")
-    path = parser.parse_args().plan
-
+def train(prepare, folder, steps, *, resume=None, **options):
+    """Logged losses, and the trainer; from a checkpoint on, if one is given."""
+    set_seed(0)
     sizes = {"vocab_size": 256, "n_positions": CONTEXT, "n_embd": 128, "n_layer": 2, "n_head": 4}
     config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
-    data = text()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            max_steps=30,
-            logging_steps=10,
-            learning_rate=3e-3,
-            per_device_train_batch_size=8,
-            use_cpu=True,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            ddp_find_unused_parameters=False,  # GPT-2 uses all its parameters, and a plan needs torch to rely on it
-        )
-        trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
-        if path:
-            plan = dovetail.read(path, dovetail.Plan)
-        else:
-            batch = {key: torch.stack([sample[key] for sample in data[:8]]) for key in data[0]}
-            profile = dovetail.measure.profile(trainer.model, batch)
-            plan = dovetail.plan(profile, dovetail.measure.preset("10gbe-2"))
+    arguments = TrainingArguments(
+        folder,
+        max_steps=steps,
+        logging_steps=10,
+        learning_rate=3e-3,
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **{"save_strategy": "no", "ddp_find_unused_parameters": False, **options},  # GPT-2 uses all its parameters
+    )
+    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=text())
+    prepare(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
-        plan.apply(trainer)
-        trainer.train()
-        if trainer.is_world_process_zero():
-            print(f"plan by {plan.policy}: buckets of {[b.bytes for b in plan.buckets]} bytes")
-            print(f"torch uses buckets of {buckets(trainer.model_wrapped)} bytes", flush=True)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ddp", action="store_true", help="torch's own wrapper, to compare with")
+    parser.add_argument("--overlap", action="store_true", help="hide communication behind the next forward pass too")
+    parser.add_argument("--plan", help="a plan that `dovetail plan` wrote for this model")
+    given = parser.parse_args()
+
+    def prepare(trainer):
+        if not given.ddp:
+            plan = dovetail.read(given.plan, dovetail.Plan) if given.plan else "auto"
+            dovetail.prepare(trainer, plan=plan, overlap="forward" if given.overlap else None)
+
+    with tempfile.TemporaryDirectory() as folder:
+        _, trainer = train(prepare, folder, 30)
+        if trainer.is_world_process_zero() and not given.ddp:
+            print(trainer.model_wrapped.explain(), flush=True)
         trainer.accelerator.end_training()
 
 

@@ -1,6 +1,6 @@
-"""PyTorch Lightning: the plan goes into its DDPStrategy.
+"""PyTorch Lightning: `strategy="dovetail"`, after `import dovetail`.
 
-torchrun --standalone --nproc-per-node 2 examples/lightning_digits.py [--plan plan.json]
+torchrun --standalone --nproc-per-node 2 examples/lightning_digits.py [--strategy dovetail_overlap] [--plan plan.json]
 """
 
 import argparse
@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import dovetail
-from dovetail.train.integrations import agree, buckets
+import dovetail  # makes Lightning know the strategies "dovetail" and "dovetail_overlap"
+from dovetail.train.integrations.lightning import DovetailStrategy
 
 
 class Digits(lightning.LightningModule):
@@ -23,7 +23,7 @@ class Digits(lightning.LightningModule):
         super().__init__()
         layers = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
         self.net = nn.Sequential(*layers, nn.Linear(512, 10))
-        self.losses = []
+        self.losses, self.epochs = [], []
 
     def forward(self, x):
         return self.net(x)
@@ -34,44 +34,49 @@ class Digits(lightning.LightningModule):
         return loss
 
     def on_train_epoch_end(self):
+        self.epochs.append(sum(self.losses) / len(self.losses))
         if self.global_rank == 0:
-            print(f"epoch {self.current_epoch}: loss {sum(self.losses) / len(self.losses):.3f}", flush=True)
+            print(f"epoch {self.current_epoch}: loss {self.epochs[-1]:.3f}", flush=True)
         self.losses.clear()
-        self.buckets = buckets(self.trainer.strategy.model)  # after training Lightning takes DDP off again
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--plan", help="a plan that `dovetail plan` wrote for this model")
-    path = parser.parse_args().plan
-
-    dist.init_process_group("gloo")  # Lightning uses the group that exists
+def train(strategy, epochs, *, resume=None, store=None, **options):
+    """Mean losses of the epochs, and what dovetail explains; from a checkpoint on, if one is given."""
     lightning.seed_everything(0, verbose=False)
     pixels, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
+    trainer = lightning.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
     model = Digits()
-    if path:
-        plan = dovetail.read(path, dovetail.Plan)
-    else:
-        profile = dovetail.measure.profile(model, data[:64][0])
-        plan = agree(dovetail.plan(profile, dovetail.measure.preset("10gbe-2")))  # every rank measured: take rank 0's
+    trainer.fit(model, DataLoader(data, batch_size=64, shuffle=True), ckpt_path=resume)
+    if store:
+        trainer.save_checkpoint(store)
+    return model.epochs, "" if type(trainer.strategy) is DDPStrategy else trainer.strategy.explain()
 
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    strategy = DDPStrategy(**plan.ddp_kwargs())
-    devices = int(os.environ["LOCAL_WORLD_SIZE"])
-    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=3, **quiet)
-    trainer.fit(model, DataLoader(data, batch_size=64, shuffle=True))
-    if trainer.is_global_zero:
-        print(f"plan by {plan.policy}: buckets of {[b.bytes for b in plan.buckets]} bytes")
-        print(f"torch uses buckets of {model.buckets} bytes", flush=True)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", default="dovetail", help='"dovetail", "dovetail_overlap", or Lightning\'s "ddp"')
+    parser.add_argument("--plan", help="a plan that `dovetail plan` wrote for this model")
+    given = parser.parse_args()
+    strategy = DovetailStrategy(plan=dovetail.read(given.plan, dovetail.Plan)) if given.plan else given.strategy
+
+    dist.init_process_group("gloo")  # Lightning uses the group that exists
+    _, explained = train(strategy, 14, gradient_clip_val=1.0)  # planning ends within 190 steps
+    if dist.get_rank() == 0:
+        print(explained, flush=True)
     dist.destroy_process_group()
 
 

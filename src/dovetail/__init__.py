@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import _moved
+from . import _moved, _strategies
 from .core.plan import register_applier
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .train.data_parallel.module import DistributedDataParallel
     from .train.data_parallel.sharded.optimizer import full_state, optimizer
     from .train.data_parallel.tuning.trials import Tuning
+    from .train.integrations.prepare import prepare
     from .train.partial.module import PartialBackprop
 
 __version__ = "0.2.0"
@@ -54,6 +55,7 @@ _WHERE = {
     "measure": "",
     "optimizer": "train.data_parallel.sharded.optimizer",
     "plan": "planning",
+    "prepare": "train.integrations.prepare",
     "read": "core.files",
     "write": "core.files",
 }
@@ -77,6 +79,7 @@ __all__ = [
     "measure",
     "optimizer",
     "plan",
+    "prepare",
     "read",
     "write",
 ]
@@ -88,6 +91,7 @@ def _apply(plan: Plan, target: Any) -> None:
 
 register_applier(_apply)
 _moved.install()
+_strategies.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -13,11 +13,39 @@ from . import console, inputs
 
 
 def train(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script that uses torch's DDP.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A training script that uses torch's DDP; with -m a module.")
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="Arguments of the script, after `--`.")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 2,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as for python -m.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine; default: 2.")] = None,
+    spawns: Annotated[
+        bool,
+        typer.Option("--spawns", help="The script starts its ranks itself (mp.spawn): run it once, without torchrun."),
+    ] = False,
+    nnodes: Annotated[
+        str | None, typer.Option(metavar="N|LEAST:MOST", help="Machines; this command is run on each of them.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, help="Number of this machine, from 0; else as they come.")
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the machines meet: the same on all, on one of them.")
+    ] = None,
+    rdzv_backend: Annotated[
+        str | None, typer.Option(help="torchrun's; default: static with a node rank, else c10d.")
+    ] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="torchrun's: a name for this training.")] = None,
+    rdzv_conf: Annotated[str | None, typer.Option(help="torchrun's: key=value,…")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="torchrun's, in place of --rdzv-endpoint.")] = None,
+    master_port: Annotated[int | None, typer.Option(help="torchrun's, in place of --rdzv-endpoint.")] = None,
+    local_addr: Annotated[
+        str | None, typer.Option(help="torchrun's: address at which others reach this machine.")
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="plan.json", help="Follow this plan instead of measuring and choosing one.")
     ] = None,
@@ -39,15 +67,44 @@ def train(
 ) -> None:
     """Run an unchanged DistributedDataParallel script with planned gradient buckets.
 
-    With --spb it runs under partial backpropagation instead; the guard's decisions go to stderr, a line each.
+    The last line, on the machine with rank 0, says what was kept, or why nothing was. With --spb the script runs under
+    partial backpropagation instead; the guard's decisions go to stderr, a line each.
     The script's own output passes through; with --json it goes to stderr.
     """
     from dovetail.core.errors import Error
     from dovetail.train.run.launcher import train as run
+    from dovetail.train.run.rendezvous import Rendezvous
 
-    begin = time.monotonic()
+    meeting = {
+        "node_rank": node_rank,
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_backend": rdzv_backend,
+        "rdzv_id": rdzv_id,
+        "rdzv_conf": rdzv_conf,
+        "master_addr": master_addr,
+        "master_port": master_port,
+        "local_addr": local_addr,
+    }
+    if nnodes is None and any(value is not None for value in meeting.values()):
+        given = next(name for name, value in meeting.items() if value is not None)
+        raise Error(f"{given.replace('_', '-')}: expected together with nnodes, the number of machines")
+    begin, lines = time.monotonic(), list[str]()
     with console.stdout_to_stderr() if json else contextlib.nullcontext():
-        code = run(script, workers=workers, plan=plan, spb=spb, epsilon=epsilon, steps=steps, args=arguments or [])
+        code = run(
+            script,
+            workers=workers,
+            module=module,
+            rendezvous=Rendezvous(nnodes, **meeting) if nnodes is not None else None,  # type: ignore[arg-type]
+            spawns=spawns,
+            plan=plan,
+            spb=spb,
+            epsilon=epsilon,
+            steps=steps,
+            args=arguments or [],
+            tell=lines.append,
+        )
+    for line in lines:
+        typer.echo(f"dovetail: {line}", err=True)
     if code > 128:  # ended by a signal that was passed on
         if code == 130:
             raise KeyboardInterrupt
@@ -56,8 +113,8 @@ def train(
         raise Error(f"{script}: training failed with exit code {code}; its own messages stand above")
     if json:
         seconds = time.monotonic() - begin
-        used = {"plan": str(plan) if plan else None, "spb": spb}
-        console.emit({"script": str(script), "workers": workers, **used, "seconds": seconds})
+        used = {"plan": str(plan) if plan else None, "spb": spb, "result": lines[0] if lines else None}
+        console.emit({"script": script, "workers": None if spawns else workers or 2, **used, "seconds": seconds})
 
 
 def demo(

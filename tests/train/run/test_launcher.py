@@ -16,6 +16,7 @@ import pytest
 from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.train.run.launcher import train
+from dovetail.train.run.rendezvous import Rendezvous
 from tests.paths import ROOT
 from tests.train.test_integrations import net, plan_for
 
@@ -66,7 +67,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     monkeypatch.delenv("DOVETAIL_PLAN", raising=False)
     monkeypatch.delenv("DDP_SET_LAST_BUCKET_CAP", raising=False)
 
@@ -91,6 +92,29 @@ def test_a_script_sees_what_it_would_see_by_itself(write: Write) -> None:
     plan = script.with_name("plan.json")
     expected = f"__main__ {[str(script), '--plan', 'its own', '-x']} {script.parent} {script} {plan}\n"
     assert (done.returncode, done.stdout, done.stderr) == (7, expected, "")
+
+
+def test_a_module_sees_what_it_would_see_under_python_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "trainers"
+    package.mkdir()
+    (package / "__init__.py").write_text("code = 7\n")
+    told = "import os, sys; print(__name__, __package__, __spec__.name, sys.argv, sys.path[0], __file__)\n"
+    (package / "digits.py").write_text(f"{told}from . import code\nsys.exit(code)\n")
+    (package / "__main__.py").write_text(f"{told}raise KeyError('mine')\n")
+    for name in ("trainers.digits", "trainers"):
+        alone = subprocess.run(
+            [sys.executable, "-m", name, "-m", "its own"], capture_output=True, text=True, timeout=WAIT, check=False
+        )
+        ours = run("-m", name, "-m", "its own")
+        assert ours.stdout == alone.stdout and ours.returncode == alone.returncode
+        assert ours.stderr.splitlines()[-3:] == alone.stderr.splitlines()[-3:]
+        assert "dovetail" not in ours.stderr and "runpy" not in ours.stderr
+    absent = run("-m", "trainers.absent")
+    assert (absent.returncode, absent.stdout) == (2, "")
+    assert absent.stderr == "dovetail: trainers.absent: expected a module that can be run, found none\n"
+    absent = run("-m", "no_such_package.absent")
+    assert absent.returncode == 2 and "expected a module, found none in the current folder" in absent.stderr
 
 
 def test_a_script_that_crashes_ends_with_its_own_traceback(write: Write) -> None:
@@ -232,6 +256,14 @@ def test_wrong_use_starts_nothing(write: Write, tmp_path: Path, monkeypatch: pyt
         train(tmp_path / "absent.py", workers=2)
     with pytest.raises(Error, match=r"plan\.json: cannot be read: no such file"):
         train(script, workers=2, plan=tmp_path / "plan.json")
+    with pytest.raises(Error, match="spawns: the script starts its ranks itself; expected no workers"):
+        train(script, workers=2, spawns=True)
+    with pytest.raises(Error, match="nnodes 2: expected rdzv-endpoint"):
+        train(script, rendezvous=Rendezvous("2"))
+    with pytest.raises(Error, match="nnodes: expected a number of machines or LEAST:MOST, got '3:2'"):
+        train(script, rendezvous=Rendezvous("3:2", rdzv_endpoint="localhost:1"))
+    with pytest.raises(Error, match="rdzv-backend static: expected node-rank"):
+        train(script, rendezvous=Rendezvous("2", rdzv_endpoint="localhost:1", rdzv_backend="static"))
     monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
     with pytest.raises(Error, match="DDP_SET_LAST_BUCKET_CAP"):
         train(script, workers=2)

@@ -1,8 +1,8 @@
-"""What an unchanged DistributedDataParallel script gets under `dovetail train`: dovetail's class in place of torch's.
+"""What an unchanged DistributedDataParallel script gets under `dovetail train --spb`: partial backpropagation.
 
-With `--spb`, constructing torch's DistributedDataParallel makes a PartialBackprop, and a DataLoader with a
-DistributedSampler takes its batches from RotatingBatches instead: the same epochs and the same global batch, in the
-plan's shares, with the data going round. The script's calls of `set_epoch` keep their effect.
+Constructing torch's DistributedDataParallel makes a PartialBackprop, and a DataLoader with a DistributedSampler takes
+its batches from RotatingBatches instead: the same epochs and the same global batch, in the plan's shares, with the data
+going round. The script's calls of `set_epoch` keep their effect.
 """
 
 from __future__ import annotations
@@ -22,26 +22,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dovetail.core.depth_plan import DepthPlan
 from dovetail.planning.depth.guard import Guard
-from dovetail.train.data_parallel.module import DistributedDataParallel as PlannedDDP
 from dovetail.train.partial.module import PartialBackprop
 from dovetail.train.partial.rotation import RotatingBatches
 
+from . import closing_line
 from .launcher import PartialOptions
-
-
-def adopt_planned() -> None:
-    """From now on, constructing torch's DistributedDataParallel makes dovetail's.
-
-    The class itself stays where it is and only learns to make its subclass. So code that imported it earlier is served
-    too, and every `isinstance(model, DistributedDataParallel)`, torch's own included, is as true as before; swapping
-    the name in torch's modules would break torch's own bookkeeping for torch.compile and uneven inputs. Subclasses that
-    others derived from it are left alone, and so is an object that is being unpickled (it has no arguments).
-    """
-
-    def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(PlannedDDP if cls is DistributedDataParallel and (args or kwargs) else cls)
-
-    DistributedDataParallel.__new__ = staticmethod(new)  # type: ignore[method-assign]
 
 
 def adopt_partial(given: PartialOptions) -> None:
@@ -54,7 +39,7 @@ def adopt_partial(given: PartialOptions) -> None:
     def wrap(
         module: nn.Module, *_: Any, process_group: Any = None, find_unused_parameters: bool = False, **__: Any
     ) -> PartialBackprop:
-        return PartialBackprop(
+        made = PartialBackprop(
             module,
             plan or given.policy,
             guard=guard,
@@ -62,6 +47,9 @@ def adopt_partial(given: PartialOptions) -> None:
             process_group=process_group,
             uneven_use=find_unused_parameters,
         )
+        if dist.get_rank() == 0:
+            closing_line.say(f"trained under partial backpropagation ({given.policy})")
+        return made
 
     def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         return wrap(*args, **kwargs) if cls is DistributedDataParallel and (args or kwargs) else object.__new__(cls)

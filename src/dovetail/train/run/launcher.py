@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from dovetail.core.depth_plan import DepthPlan
@@ -24,63 +25,90 @@ from dovetail.core.processes import dying_with_us
 from dovetail.core.scratch import scratch
 from dovetail.train.integrations import check_environment
 
+from . import closing_line
+from .rendezvous import Rendezvous
+
 POLICIES = ("guard", "ladder", "balanced")
 _RUN = "DOVETAIL_RUN"  # names one run of `train` in the environment of all its processes
+
+
+def _to_stderr(line: str) -> None:
+    print(f"dovetail: {line}", file=sys.stderr, flush=True)
 
 
 def train(
     script: str | Path,
     *,
-    workers: int,
+    workers: int | None = None,
+    module: bool = False,
+    rendezvous: Rendezvous | None = None,
+    spawns: bool = False,
     plan: str | Path | None = None,
     spb: str | None = None,
     epsilon: float | None = None,
     steps: int | None = None,
     args: Sequence[str] = (),
+    tell: Callable[[str], None] = _to_stderr,
 ) -> int:
-    """Trains with `workers` ranks on this machine and returns the exit code: torchrun's, or 128 + signal.
+    """Trains with `workers` ranks (2) on this machine and returns the exit code: torchrun's, or 128 + signal.
 
     The inputs are checked before anything starts. torchrun then runs the script once per rank, with the caller's own
     standard output and error. SIGINT, SIGTERM and SIGHUP are passed on once, so that torchrun ends its ranks in order;
-    a second one ends everything at once. If this process itself is killed, the kernel sends torchrun SIGTERM.
+    a second one ends everything at once. If this process itself is killed, the kernel sends torchrun SIGTERM. At the
+    end `tell` is given one line on what was kept, on the machine with rank 0, however the training ended.
+
+    With `module`, `script` is the name of a module, as for `python -m`. `rendezvous` is for several machines, each with
+    a launcher of its own. With `spawns` the script starts its ranks itself (torch.multiprocessing.spawn, say): it runs
+    once and without torchrun.
 
     With `spb` ("guard", "ladder" or "balanced") the script runs under partial backpropagation; `plan` is then a depth
     plan, `epsilon` the guard's bound and `steps` the length of the training, for a plan with phases.
     """
     given = PartialOptions(policy=spb, plan=plan, epsilon=epsilon, steps=steps) if spb else None
-    check_inputs(script, plan, given)
+    check_inputs(script, plan, given, module=module)
     if given is None and (epsilon is not None or steps is not None):
         raise Error("epsilon, steps: expected together with spb, which they belong to")
-    if workers < 1:
+    if spawns and (workers is not None or rendezvous is not None or spb is not None):
+        raise Error("spawns: the script starts its ranks itself; expected no workers, no nnodes and no spb")
+    if workers is not None and workers < 1:
         raise Error(f"workers: expected at least 1, got {workers}")
-    stack = contextlib.ExitStack()
-    logs = stack.enter_context(scratch("train"))  # torchrun would leave a folder of its own behind
-    command = [sys.executable, "-m", "dovetail.train.run.agent", "--standalone"]
-    command += [f"--nproc-per-node={workers}", f"--log-dir={logs}"]
     options = {"--plan": plan, "--spb": spb, "--epsilon": epsilon, "--steps": steps}
-    given_options = [part for name, value in options.items() if value is not None for part in (name, str(value))]
-    command += ["-m", "dovetail.train.run", *given_options, str(script), *args]
+    rank = [part for name, value in options.items() if value is not None for part in (name, str(value))]
+    rank = ["-m", "dovetail.train.run", *rank, *(["-m"] if module else []), str(script), *args]
+    where = ["--standalone"] if rendezvous is None else rendezvous.arguments()
+    with scratch("train") as folder:
+        torchrun = ["-m", "dovetail.train.run.agent", *where, f"--nproc-per-node={workers or 2}"]
+        torchrun += [f"--log-dir={folder}"]  # torchrun would leave a folder of its own behind
+        line = folder / "closing-line"
+        try:
+            return _run([sys.executable, *([] if spawns else torchrun), *rank], line, together=spawns)
+        finally:
+            if line.is_file():
+                tell(line.read_text(encoding="utf-8"))
+
+
+def _run(command: list[str], line: Path, *, together: bool) -> int:
+    """Runs the command to its end and returns its exit code; `together`: signals go to all its processes at once."""
     run = uuid.uuid4().hex
     defaults = {
         "OMP_NUM_THREADS": "1",
         # Ranks that share torchrun's own store find stale keys in it after a restart, and gloo fails.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    torchrun = subprocess.Popen(
+    process = subprocess.Popen(
         dying_with_us(command, signal.SIGTERM),
-        env={**defaults, **os.environ, _RUN: run},
+        env={**({} if together else defaults), **os.environ, _RUN: run, closing_line.FILE: str(line)},
         start_new_session=True,  # so that Ctrl-C in a terminal reaches it only through us, once
     )
     received: list[int] = []
     try:
-        with _forwarding(torchrun, received):
-            code = torchrun.wait()
+        with _forwarding(process, received, together=together):
+            code = process.wait()
     finally:
-        if torchrun.poll() is None:
-            torchrun.kill()
-            torchrun.wait()
-        stack.close()
-        if torchrun.returncode < 0 or received:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.returncode < 0 or received:
             _kill_all(run)
     if received:
         return 128 + received[0]
@@ -109,9 +137,16 @@ class PartialOptions:
         return None
 
 
-def check_inputs(script: str | Path, plan: str | Path | None, partial: PartialOptions | None = None) -> None:
+def check_inputs(
+    script: str | Path, plan: str | Path | None, partial: PartialOptions | None = None, *, module: bool = False
+) -> None:
     """Raises an Error for a script, plan or environment with which training cannot start."""
-    if not Path(script).is_file():
+    if module:
+        # Python imports a package to find what is inside it; that is for the ranks to do.
+        top, path = str(script).partition(".")[0], [str(Path.cwd()), *sys.path]
+        if top not in sys.builtin_module_names and PathFinder.find_spec(top, path) is None:
+            raise Error(f"{script}: expected a module, found none in the current folder or on Python's path")
+    elif not Path(script).is_file():
         raise InputError(script, "", "expected a Python script, found no such file")
     if partial is not None:
         partial.depths()
@@ -121,12 +156,18 @@ def check_inputs(script: str | Path, plan: str | Path | None, partial: PartialOp
 
 
 @contextlib.contextmanager
-def _forwarding(process: subprocess.Popen[bytes], received: list[int]) -> Iterator[None]:
-    """Passes the first signal on to `process`, which then ends its own children; a second one kills it."""
+def _forwarding(process: subprocess.Popen[bytes], received: list[int], *, together: bool) -> Iterator[None]:
+    """Passes the first signal on to `process`, which then ends its own children; a second one kills it.
+
+    `together` passes it on to the children as well, as a terminal does.
+    """
 
     def forward(signum: int, _frame: object) -> None:
         received.append(signum)
-        if len(received) == 1:
+        if len(received) == 1 and together:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+        elif len(received) == 1:
             process.send_signal(signum)
         else:
             process.kill()

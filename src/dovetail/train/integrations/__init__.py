@@ -1,7 +1,9 @@
-"""Makes training libraries follow a Plan.
+"""One line for each training library, and what makes them follow a stored Plan.
 
-Most of them hand keyword arguments through to torch's DistributedDataParallel, so `**plan.ddp_kwargs()` is all they
-need. Accelerate and the Hugging Face Trainer keep a fixed list of arguments instead; `apply` extends that list.
+`prepare.py` is for Accelerate and the Hugging Face Trainer, `lightning.py` for Lightning and Fabric, `ray_train.py` for
+Ray Train; all construct dovetail's wrapper through `substitute.py`. Below is what a stored Plan needs: most libraries
+hand keyword arguments through to torch's DistributedDataParallel, so `**plan.ddp_kwargs()` will do; Accelerate and the
+Hugging Face Trainer keep a fixed list of arguments instead, and `apply` extends that list.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dovetail.core.errors import Error
 from dovetail.core.plan import Plan
 
 # Ways of training that build no DistributedDataParallel, by accelerate's names for them.
-_WITHOUT_DDP = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+WITHOUT_DDP = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 _kept: list[Any] = []
 
@@ -100,12 +102,12 @@ def apply(plan: Plan, target: Any) -> None:
     _check_accelerator(plan, accelerator)
     if target is not accelerator:
         _check_trainer(plan, target)
-    accelerator.ddp_handler = _with_caps(accelerator.ddp_handler, agree(plan).caps_mib())
+    accelerator.ddp_handler = with_arguments(accelerator.ddp_handler, bucket_cap_mb_list=agree(plan).caps_mib())
 
 
 def _check_accelerator(plan: Plan, accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
-    if kind in _WITHOUT_DDP:
+    if kind in WITHOUT_DDP:
         raise Error(
             f"plan.apply: this accelerator trains with {kind}, which has none of DistributedDataParallel's buckets"
         )
@@ -144,15 +146,19 @@ def _size(module: Any) -> tuple[int, int]:
     return len(trained), sum(p.numel() * p.element_size() for p in trained)
 
 
-def _with_caps(handler: Any, caps_mib: list[float]) -> Any:
-    """A kwargs handler that says what `handler` says, communication hooks included, and carries the caps."""
+def with_arguments(handler: Any, **arguments: Any) -> Any:
+    """A kwargs handler of Accelerate's that says what `handler` says, communication hooks included, and `arguments`.
+
+    Accelerate hands on fields that differ from their defaults, so an argument that it does not know becomes a field.
+    """
     if handler is None:
         from accelerate.utils import DistributedDataParallelKwargs
 
         handler = DistributedDataParallelKwargs()
     kind = type(handler)
-    if "bucket_cap_mb_list" not in {f.name for f in dataclasses.fields(handler)}:
-        field = ("bucket_cap_mb_list", list[float] | None, dataclasses.field(default=None))
-        kind = dataclasses.make_dataclass("Planned" + kind.__name__, [field], bases=(kind,))
+    known = {f.name for f in dataclasses.fields(handler)}
+    if missing := [name for name in arguments if name not in known]:
+        fields = [(name, Any, dataclasses.field(default="")) for name in missing]  # None would be an argument
+        kind = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,))
     said = {f.name: getattr(handler, f.name) for f in dataclasses.fields(handler) if f.init}
-    return kind(**{**said, "bucket_cap_mb_list": caps_mib})
+    return kind(**{**said, **arguments})
