@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 
 import dovetail
+from dovetail.train.integrations import buckets
 from tests.paths import EXAMPLES
+
+from .test_integrations import plan_for
 
 Results = dict[str, dict[str, list[float]]]
 """Case → mode → losses, and the sum of all parameters where the library hands the model out."""
@@ -86,6 +89,31 @@ def with_lightning(modes: list[str]) -> Results:
             "by hand": by_hand,
         },
     )
+
+
+def stored_plan_in_lightning() -> dict[str, list[int]]:
+    """Bytes of the buckets that torch uses under Lightning's own strategies, and those of the plan."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy as FabricDDP
+    from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
+
+    digits = example("lightning_digits")
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+    plan, used = plan_for(digits.Digits(), [2, 4, 8]), {}
+
+    class Looking(digits.Digits):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self) -> None:
+            super().on_train_epoch_end()
+            used["trainer"] = buckets(self.trainer.strategy.model)
+
+    digits.Digits = Looking
+    digits.train(TrainerDDP(**plan.ddp_kwargs()), 1)
+    fabric = Fabric(strategy=FabricDDP(**plan.ddp_kwargs()), accelerator="cpu", devices=dist.get_world_size())
+    fabric.launch()
+    model = fabric.setup(Looking())
+    for _ in range(3):
+        fabric.backward(model(torch.randn(4, 64)).mean())
+    return {"trainer": used["trainer"], "fabric": buckets(model), "planned": [b.bytes for b in plan.buckets]}
 
 
 def with_fabric(modes: list[str]) -> Results:

@@ -15,6 +15,7 @@ import pytest
 
 import dovetail
 from dovetail.core.errors import Error
+from tests.docs.blocks import blocks
 from tests.paths import ROOT
 from tests.ranks import run_ranks
 
@@ -42,20 +43,42 @@ def test_losses_are_those_without_dovetail(scenario: Callable[..., scenarios.Res
             assert len(losses["ddp"]) >= 2 and losses["ddp"][0] > 0
 
 
+def test_lightning_and_fabric_hand_a_stored_plan_to_torch() -> None:
+    pytest.importorskip("lightning", reason="needs dovetail-train[examples]")
+    for result in run_ranks(scenarios.stored_plan_in_lightning):
+        assert result["trainer"] == result["fabric"] == result["planned"] and len(result["planned"]) == 3
+
+
 RAY = """
 import json, sys, tempfile
-import ray
+import ray, torch
+from dovetail.train.integrations import buckets
+from tests.test_examples import digits_plan
 from tests.train.library_scenarios import example
+
+def follow(config):
+    given = config["plan"].ddp_kwargs()
+    model = ray.train.torch.prepare_model(digits.net(), parallel_strategy_kwargs=given)
+    for _ in range(3):
+        model(torch.randn(4, 64)).mean().backward()
+    names = {"model": digits.net()}
+    exec(config["page"], names)
+    return buckets(model), type(names["model"]).__module__, names["model"].memory
+
 digits = example("ray_train")
 ray.cloudpickle.register_pickle_by_value(digits)
 ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
 found = {}
 with tempfile.TemporaryDirectory() as folder:
-    for mode in sys.argv[1:]:
+    for mode in sys.argv[2:]:
         how = {"ddp": mode == "ddp", "overlap": mode == "dovetail_overlap"}
         first, checkpoint = digits.train(folder, epochs=1, bf16=True, **how)
         second, _ = digits.train(folder, epochs=2, bf16=True, resume=checkpoint, **how)
         found[mode] = [*first["losses"], *second["losses"]], second["explained"]
+    plan = digits_plan()
+    digits.work = follow
+    found["page"], _ = digits.train(folder, plan=plan, page=sys.argv[1])
+    found["planned"] = [b.bytes for b in plan.buckets]
 ray.shutdown()
 print(json.dumps(found))
 """
@@ -79,12 +102,14 @@ def test_ray_train_has_the_same_losses_accumulated_clipped_in_bf16_and_resumed(r
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", RAY, *PLAIN]
+    (page,) = [b.text for b in blocks(ROOT / "docs" / "integrations.md") if "ray_train import prepare_model" in b.text]
+    command = [sys.executable, "-c", RAY, page, *PLAIN]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **own}, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["dovetail"][0] == found["ddp"][0] and len(found["ddp"][0]) == 2
     assert found["dovetail"][1].startswith("dovetail: ") and found["ddp"][1] == ""
+    assert found["page"] == [found["planned"], "dovetail.train.data_parallel.module", "shard"]
 
 
 @pytest.mark.parametrize(
