@@ -13,6 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import dovetail
 
 CONTEXT = 64  # bytes
+DEFAULTS = {
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "ddp_find_unused_parameters": False,  # GPT-2 uses all its parameters
+}
 
 
 def text():
@@ -30,13 +35,12 @@ def train(prepare, folder, steps, *, resume=None, **options):
     arguments = TrainingArguments(
         folder,
         max_steps=steps,
-        logging_steps=10,
         learning_rate=3e-3,
         per_device_train_batch_size=8,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        **{"save_strategy": "no", "ddp_find_unused_parameters": False, **options},  # GPT-2 uses all its parameters
+        **{**DEFAULTS, **options},
     )
     trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=text())
     prepare(trainer)
