@@ -94,7 +94,7 @@ def with_lightning(modes: list[str]) -> Results:
 def stored_plan_in_lightning() -> dict[str, list[int]]:
     """Bytes of the buckets that torch uses under Lightning's own strategies, and those of the plan."""
     from lightning.fabric import Fabric
-    from lightning.fabric.strategies import DDPStrategy as FabricDDP
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDP
     from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 
     digits = example("lightning_digits")

@@ -65,7 +65,7 @@ def follow(config):
     exec(config["page"], names)
     return buckets(model), type(names["model"]).__module__, names["model"].memory
 
-digits = example("ray_train")
+digits = sys.modules["ray_train_example"] = example("ray_train")
 ray.cloudpickle.register_pickle_by_value(digits)
 ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
 found = {}

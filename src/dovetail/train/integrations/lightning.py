@@ -70,7 +70,7 @@ class FabricStrategy:
     def __init__(self, *args: Any, precision: Any = None, **kwargs: Any) -> None:
         """`precision` is Fabric's plugin, or a string for the wrapper's `precision`: what may travel."""
         own = isinstance(precision, str)
-        super().__init__(*args, precision=None if own else precision, **kwargs)
+        super().__init__(*args, precision=None if own else precision, **kwargs)  # type: ignore[call-arg]
         if own:
             self._ddp_kwargs["precision"] = precision
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

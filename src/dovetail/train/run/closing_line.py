@@ -60,7 +60,7 @@ def observe(wrapper: type[Any]) -> None:
             _models[len(_models)] = weakref.ref(self)
             refresh()
 
-    wrapper.__init__ = init  # type: ignore[misc]
+    wrapper.__init__ = init
     log = logging.getLogger("dovetail")
     quiet = log.level == logging.NOTSET
     if quiet:
