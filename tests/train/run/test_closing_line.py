@@ -143,7 +143,7 @@ def test_the_command_says_it_after_an_interruption_too(signum: int, tmp_path: Pa
     assert [line for line in said.splitlines() if line.startswith("dovetail:")] == [f"dovetail: {UNFINISHED}"]
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_ranks_that_a_script_starts_itself_are_adopted(
     method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
