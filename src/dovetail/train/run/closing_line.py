@@ -95,8 +95,8 @@ def summary(report: TuningReport) -> str:
         return "torch's own buckets stay: the training ended before planning was over"
     mark = "  result "
     result = next((line.removeprefix(mark).strip() for line in str(report).splitlines() if line.startswith(mark)), "")
-    if report.kept.baseline:
-        return f"{report.kept.label} stay: {result}"
+    if report.kept.baseline or report.plan is None:
+        return f"{report.trials[0].label} stay: {result}"
     return f"kept plan {report.kept.label} ({_buckets(len(report.kept.plan.buckets))}): {result}"
 
 
