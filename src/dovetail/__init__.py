@@ -12,8 +12,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import _moved, _strategies
+from . import _moved
 from .core.plan import register_applier
+from .train.integrations import strategy_names
 
 if TYPE_CHECKING:
     from . import measure
@@ -91,7 +92,7 @@ def _apply(plan: Plan, target: Any) -> None:
 
 register_applier(_apply)
 _moved.install()
-_strategies.install()
+strategy_names.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,1 @@
-"""A folder for the path of processes that a script under `dovetail train` starts; see `descendants.py`."""
+"""A folder for the path of processes that a script under `dovetail train` starts; see `dovetail.train.run.descendants`."""

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from .core.import_hooks import when_imported
+from dovetail.core.import_hooks import when_imported
 
 REGISTRIES = {
     "lightning.pytorch.strategies": "StrategyRegistry",
