@@ -372,3 +372,18 @@ def full() -> dict[str, Any]:
     again.load_state_dict(ours)
     worst = max(float((ours["state"][i][k] - v).abs().max()) for i, s in theirs["state"].items() for k, v in s.items())
     return {"worst": worst, "groups": ours["param_groups"] == theirs["param_groups"]}
+
+
+def outlives() -> None:
+    """The first rank, which serves the store, ends; the second one computes on, with a lane that is idle."""
+    dist.init_process_group("gloo")
+    model = dovetail.DistributedDataParallel(nn.Linear(8, 8), plan=None)
+    optimizer = dovetail.optimizer(torch.optim.AdamW(model.parameters()), model)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 1:
+        time.sleep(3 * lane.IDLE)
+
+
+if __name__ == "__main__":
+    outlives()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from dovetail.emulate.launch import launch
+from tests.paths import ROOT
 from tests.ranks import run_all
 
 from . import gradient_scenarios as scenarios
@@ -99,3 +102,13 @@ def test_ranks_that_ask_for_different_gradients_are_told_so(two: Runs) -> None:
 def test_full_state_gives_rank_0_torchs_format(two: Runs) -> None:
     first, second = two("full")
     assert first["worst"] < CLOSE and first["groups"] and second["empty"]
+
+
+def test_a_rank_that_outlives_the_first_one_has_nothing_to_say() -> None:
+    results = launch(
+        ["-m", "tests.train.data_parallel.gradient_scenarios"],
+        ranks=2,
+        timeout=120,
+        env={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+    )
+    assert [r.code for r in results] == [0, 0] and not any("TCPStore" in line for r in results for line in r.stderr)

@@ -196,7 +196,7 @@ class GradientShares:
     def _take_norms(self, exchange: GradientExchange, order: float) -> None:
         """Takes the norms of all gradients with one all-reduce."""
         self.flush()
-        exchange.meeting.all_call(f"norms of gradients (order {order:g})", ALL_RANKS, often=True)
+        exchange.meeting.all_call(f"a norm of gradients (order {order:g})", ALL_RANKS, often=True)
         count = len(exchange.slots)
         there = [i for i, slot in enumerate(exchange.slots) if slot.look() is GradientState.REDUCED]
         reduced, parts = set(there), [0.0] * count if order != -math.inf else [math.inf] * count

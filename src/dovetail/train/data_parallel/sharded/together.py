@@ -13,14 +13,18 @@ outcome.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
+import stat
 import sys
 import threading
 import time
 from collections import Counter
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dovetail.core.errors import Error
 
@@ -75,7 +79,7 @@ class RankMeeting:
 
     def give_sign(self) -> None:
         """Says that this rank is computing, if others have asked. Called by another thread than the caller's."""
-        if self._store is None or self._waiting or not dist.is_initialized():
+        if self._store is None or self._waiting or not dist.is_initialized() or _has_ended(self._store):
             return
         if self._store.check(["asked"]) and not self._is_stuck():
             self._signs += 1
@@ -159,3 +163,23 @@ def _store(group: dist.ProcessGroup) -> Store | None:
     except RuntimeError:
         found = None
     return None if found is None or group.size() == 1 else PrefixStore("dovetail meeting", found)
+
+
+def _has_ended(store: Store) -> bool:
+    """Whether the process that serves the store has closed its connection: a request would print torch's stack trace.
+
+    The connection is found among the descriptors of this process, where the system shows them, by its port.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as end:
+                    if end.getpeername()[1] == store.port and not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                        return True
+    return False
