@@ -210,7 +210,7 @@ def _rank(spec: ContestSpec) -> Any:
     )
     say(f"network: {_fit(network)}")
     model = DistributedDataParallel(emulated(spec.profile), tuning=Tuning(**spec.tuning))  # type: ignore[arg-type]
-    baseline = model._bucket_config
+    baseline = reducer.current(model)
 
     def iterate() -> float:
         model.zero_grad(set_to_none=True)
@@ -226,14 +226,14 @@ def _rank(spec: ContestSpec) -> Any:
 
     plans = agree.from_first(_plans(spec, network, group.size()), group, device)
     kept = agree.from_first(report.plan, group, device)
-    configs = {name: reducer.bucket_config(plan.caps_mib()) for name, plan in plans.items()}
-    configs[DOVETAIL] = baseline if kept is None else reducer.bucket_config(kept.caps_mib())
+    configs = {name: reducer.planned(model, plan) for name, plan in plans.items()}
+    configs[DOVETAIL] = baseline if kept is None else reducer.planned(model, kept)
     configs["ddp"] = baseline
     buckets = {name: len(plan.buckets) for name, plan in plans.items()}
     plans[DOVETAIL] = planning.predict(kept, spec.profile, network) if kept else plans["ddp"]
     buckets[DOVETAIL] = len(plans[DOVETAIL].buckets)
     # On one module equal bucket caps give equal buckets.
-    groups = alike({name: tuple(config.per_bucket_bytes_caps) for name, config in configs.items()})
+    groups = alike({name: tuple(found.config.per_bucket_bytes_caps) for name, found in configs.items()})
     times: dict[str, list[float]] = {names[0]: [] for names in groups}
     rng = random.Random(spec.seed)  # the same on all ranks, so all take the same turns
     for turn in range(spec.rounds):

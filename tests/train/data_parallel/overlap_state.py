@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dovetail
+from dovetail.train.data_parallel import reducer
 
 from .overlap_scenarios import CAP, OPTIMIZERS, Bag, both, difference, loss, of_kinds
 
@@ -79,7 +80,7 @@ def rebucketed() -> dict[str, Any]:
     charge: list[Callable[[], None]] = [
         lambda: ours.use_exchange(*of_kinds(ours, "s", every=count)),
         lambda: ours.use_reducer(None),
-        lambda: ours.use_reducer([0.001, 1.0]),
+        lambda: ours.use_reducer(reducer.by_caps([0.001, 1.0])),
         lambda: ours.use_exchange(*of_kinds(ours, "w", every=3)),
         lambda: ours.use_exchange(*of_kinds(ours, "sw", every=1)),
     ]

@@ -139,75 +139,6 @@ def accumulates() -> dict[str, Any]:
     return {"equal": equal, "state": ours.report.state, "steps": ours.report.steps}
 
 
-class TwoHeads(nn.Module):
-    """Uses one of its heads only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.used, self.unused = nn.Linear(16, 8), nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(self.body(x))  # type: ignore[no-any-return]
-
-
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(16, 8), nn.Linear(8, 4).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).double())  # type: ignore[no-any-return]
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.out = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.table(x.argmax(dim=1)))  # type: ignore[no-any-return]
-
-
-def falls_back() -> dict[str, tuple[str, bool]]:
-    """Every case in which planning is impossible: (the reason given, whether gradients equal torch's)."""
-    warnings.simplefilter("ignore")
-    results = {}
-    cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "unused": (TwoHeads, {"find_unused_parameters": True}),
-        "dtypes": (Mixed, {}),
-        "sparse": (Sparse, {}),
-        "compiled": (lambda: torch.compile(net(), backend="eager"), {}),
-    }
-    for name, (build, keywords) in cases.items():
-        models: list[Any] = []
-        for kind in (TorchDDP, DistributedDataParallel):
-            torch.manual_seed(0)
-            model: Any = kind(build(), **keywords)
-            for step in range(4):
-                model.zero_grad()
-                model(batch(step)).sum().backward()
-            models.append(model)
-        equal = same_gradients(models[0], models[1], lambda p, q: torch.equal(p.to_dense(), q.to_dense()))
-        results[name] = (models[1].report.reason, equal)
-    return results
-
-
-def compiled_outside() -> dict[str, Any]:
-    """torch.compile around the wrapper: planning watches from outside the graph."""
-    warnings.simplefilter("ignore")
-    model = DistributedDataParallel(net(), tuning=QUICK)
-    compiled: Any = torch.compile(model, backend="eager")
-    theirs = TorchDDP(net())
-    equal = True
-    for step in range(STEPS):
-        for m in (compiled, theirs):
-            m.zero_grad()
-            m(batch(step)).sum().backward()
-        equal &= same_gradients(model, theirs, torch.allclose)
-    return {"equal": equal, "state": model.report.state}
-
-
 def uneven() -> dict[str, Any]:
     """`join`: one rank has more data than the other."""
     model = DistributedDataParallel(net(), tuning=QUICK)
@@ -215,6 +146,10 @@ def uneven() -> dict[str, Any]:
         for step in range(3 + 2 * dist.get_rank()):
             model(batch(step)).sum().backward()
     return {"reason": model.report.reason}
+
+
+def alone() -> str:
+    return DistributedDataParallel(net()).report.reason
 
 
 def planner_fails() -> dict[str, str]:
@@ -350,7 +285,7 @@ def says_so_once() -> list[str]:
 
     ear = Ear()
     logging.getLogger("dovetail").addHandler(ear)
-    model = DistributedDataParallel(Mixed())
+    model = DistributedDataParallel(net(), bucket_cap_mb_list=[0.01, 1.0])
     for step in range(3):
         model(batch(step)).sum().backward()
     logging.getLogger("dovetail").removeHandler(ear)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dovetail import planning
 from dovetail.core.network import Contention
 from dovetail.core.plan import Overlap
-from dovetail.train.data_parallel.tuning.targets import doubling
+from dovetail.train.data_parallel.tuning.packing import doubling
 from dovetail.train.data_parallel.tuning.tuner import calibrated
 from dovetail.train.data_parallel.tuning.tuning_report import halved
 from tests.planning.merge.oracle import made_network, made_profile
@@ -31,7 +31,6 @@ def runs() -> Runs:
         **{name: (tuner_scenarios.keeps, {"habit": name}) for name in tuner_scenarios.HABITS},
         "join": (tuner_scenarios.nothing_to_join, {}),
         "interrupted": (tuner_scenarios.interrupted, {}),
-        "idle": (tuner_scenarios.idle_in_a_static_graph, {}),
         "different": (tuner_scenarios.different_arguments, {}),
         "dropped": (tuner_scenarios.dropped_while_planning, {}),
         "attached, first": (tuner_scenarios.attached, {"position": 0}),
@@ -57,11 +56,6 @@ def test_an_interrupt_ends_planning_and_training_can_go_on(runs: Runs) -> None:
     for result in runs("interrupted"):
         assert result["caught"] == 1 and result["same"]
         assert result["state"] == "off" and "KeyboardInterrupt" in result["reason"]
-
-
-def test_a_parameter_that_is_never_used_ends_planning_with_a_reason(runs: Runs) -> None:
-    for reason in runs("idle"):
-        assert "not every parameter got a gradient" in reason
 
 
 def test_ranks_with_different_arguments_find_out_at_once(runs: Runs) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -165,25 +164,6 @@ def interrupted() -> dict[str, Any]:
         "state": ours.report.state,
         "reason": ours.report.reason,
     }
-
-
-class Idle(nn.Module):
-    """Its first parameter never gets a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.idle, self.net = nn.Linear(2, 2), net()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)  # type: ignore[no-any-return]
-
-
-def idle_in_a_static_graph() -> str:
-    warnings.simplefilter("ignore")
-    model = DistributedDataParallel(Idle(), static_graph=True, tuning=QUICK)
-    for number in range(8):
-        step(model, number)
-    return model.report.reason
 
 
 def different_arguments() -> list[str]:

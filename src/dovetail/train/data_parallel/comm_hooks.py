@@ -9,6 +9,7 @@ iteration; planning changes them again later:
     state                         what happens
     none, a process group         nothing to keep: planning goes on
     PostLocalSGDState             nothing of a bucket's in it: planning goes on once its second phase has begun
+    an optimiser in the hook      torch's own (`_register_fused_optim`) keeps its state by parameter: planning goes on
     PowerSGDState                 planning goes on once compression has begun. `CarriedErrors` takes the errors, which
                                   PowerSGD keeps by bucket, along to the new buckets, so that error feedback loses
                                   nothing. Low-rank factors are drawn anew, as at PowerSGD's own start. Not on gloo:
@@ -192,6 +193,8 @@ def _is(state: object, *kinds: str) -> bool:
 def _has_tensor(thing: Any, depth: int) -> bool:
     if isinstance(thing, torch.Tensor):
         return True
+    if _is(thing, "_OptimizerHookState"):  # tensors of parameters, whatever buckets these are in
+        return False
     if not depth or isinstance(thing, (str, bytes, int, float, type, torch.nn.Module, dist.ProcessGroup)):
         return False
     return any(_has_tensor(inner, depth - 1) for inner in _inside(thing))

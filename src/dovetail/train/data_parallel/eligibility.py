@@ -127,59 +127,53 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def ddp_keywords(plan: Plan, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """torch's keyword arguments for the buckets of a stored plan."""
+    """torch's keyword arguments for the buckets of a stored plan, as far as these can say what its buckets are."""
     for keyword in ("bucket_cap_mb", "bucket_cap_mb_list"):
         if given.get(keyword) is not None:
             raise Error(f"{keyword}: the plan already says how large buckets are; give one or the other")
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    check_fit(plan, {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored})
-    if plan.overlap == "forward":
-        return {}  # followed from `dovetail.optimizer` on
+    named = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
+    check_fit(plan, {reducer.parameter_name(n): p for n, p in named})
+    if plan.overlap == "forward" or len(plan.dtypes) > 1:
+        return {}  # followed from `dovetail.optimizer` on, or from the second reducer on
     check_environment()
     return plan.ddp_kwargs()
 
 
 def agreed_reason(ddp: TorchDDP, plan: Plan | str | None, tuning: Tuning) -> str | None:
     """The reason why no rank plans, or None if all do: ranks with different arguments would wait for each other."""
-    caps = tuple(plan.caps_mib()) if isinstance(plan, Plan) else None
+    asked = (plan.tensors, tuple(plan.caps_mib())) if isinstance(plan, Plan) else None
     reason = unplannable(ddp)
     if plan != "auto":
         reason = "planning is switched off on another rank"
     elif ddp._bucket_config.has_custom_per_bucket_caps:
         reason = "bucket_cap_mb_list already says where to cut"
     given: list[Any] = [None] * dist.get_world_size(ddp.process_group)
-    dist.all_gather_object(given, (caps, tuning, reason), group=ddp.process_group)
-    for rank, (their_caps, their_tuning, _) in enumerate(given):
-        if (their_caps, their_tuning) != given[0][:2]:
+    dist.all_gather_object(given, (asked, tuning, reason), group=ddp.process_group)
+    for rank, (their_plan, their_tuning, _) in enumerate(given):
+        if (their_plan, their_tuning) != given[0][:2]:
             raise Error(f"plan, tuning: expected the same on all ranks, but rank {rank} was given others than rank 0")
     return next((r for _, _, r in given if r is not None), None)
 
 
 def unplannable(ddp: TorchDDP) -> str | None:
-    """The reason why buckets of this module cannot be planned, or None."""
+    """The reason why there are no buckets of this module to plan, or None."""
     if reason := reducer.unsupported():
         return reason
-    trained = [p for p in ddp._module_parameters if p.requires_grad]
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
     checks: list[tuple[bool, str]] = [
         (dist.get_world_size(ddp.process_group) < 2, "one rank has nobody to communicate with"),
-        (ddp._use_python_reducer, "compiled autograd brings its own reducer"),
         (
-            ddp._delay_all_reduce_all_params or bool(ddp._delay_all_reduce_params),
-            "some all-reduces are delayed by request",
+            ddp._use_python_reducer,
+            "with torch._dynamo.config.optimize_ddp='python_reducer' the compiler makes the all-reduces, not a reducer",
         ),
-        (ddp.mixed_precision is not None, "DDP's own mixed precision reduces through a hook"),
         (
-            bool(ddp.find_unused_parameters) and not ddp.static_graph,
-            "with find_unused_parameters torch never puts buckets into ready order (with static_graph=True it does)",
+            ddp._delay_all_reduce_all_params,
+            "delay_all_reduce_named_params has every gradient travel in one all-reduce, which leaves nothing to cut",
         ),
-        (len(dtypes) > 1, f"the parameters have several dtypes ({', '.join(dtypes)}), and torch packs each apart"),
-        (len({p.device for p in trained}) > 1, "the parameters are on several devices"),
-        (any(ddp._build_params_for_reducer()[1]), "some gradients are sparse"),
-        (any(hasattr(p, "_in_backward_optimizers") for p in trained), "optimisers run inside backward"),
         (
-            compiled(ddp.module),
-            "the module is compiled, and torch.compile cuts its graphs at torch's own buckets",
+            ddp.mixed_precision is not None,
+            "DDP's own mixed precision casts parameters under the reducer, which only an accelerator can show to work "
+            "with other buckets (autocast and parameters of fewer bits are planned with)",
         ),
     ]
     return next((reason for holds, reason in checks if holds), None)

@@ -52,9 +52,10 @@ class DistributedDataParallel(TorchDDP):
     iteration, only one `if`. Gradients are those of torch's DDP throughout, `state_dict` too. `explain()` reports what
     was measured, tried and kept.
 
-    Communication hooks stay in charge of what travels, in planned buckets whose cost is the hook's own. Where planning
-    cannot work (unused parameters, several dtypes, compiled modules, …) the module behaves
-    as torch's does and logs the reason in one line.
+    Communication hooks stay in charge of what travels, in planned buckets whose cost is the hook's own. Unused
+    parameters, several dtypes or devices, sparse gradients and compiled modules are planned with as well. Where there
+    is nothing to plan (one rank; bucket caps that were given; …) the module behaves as torch's does and logs the reason
+    in one line.
 
     Args:
         module: as for torch's DistributedDataParallel.
@@ -112,8 +113,14 @@ class DistributedDataParallel(TorchDDP):
         self.builtin_comm_hook: Any = None
         """torch's constant for a built-in communication hook that was registered."""
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
+        self.bucket_members: reducer.Members | None = None
+        """Indices of the parameters of every bucket, where caps do not say which they are."""
+        self.sparse_metadata: dict[str, torch.Tensor] | None = None
+        """What `_set_sparse_metadata` was given last."""
         super().__init__(module, *args, **kwargs)
-        self._own_config = self._bucket_config
+        self._own_buckets = reducer.current(self)
+        if isinstance(plan, Plan) and plan.overlap == "backward" and not reducer.capped(self):
+            reducer.replace(self, reducer.planned(self, plan))
         keep(self.process_group)
         kept = plan if isinstance(plan, Plan) else None
         why = "planning was switched off"
@@ -183,8 +190,8 @@ class DistributedDataParallel(TorchDDP):
             self._tuner = Tuner(self, self._tuning)
             self.exchange.on_step = self._after_step
 
-    def use_reducer(self, caps_mib: list[float] | None) -> None:
-        """Puts torch's reducer in charge, with these bucket caps or with its own. All ranks call it together.
+    def use_reducer(self, buckets: reducer.ReducerBuckets | None) -> None:
+        """Puts torch's reducer in charge, with these buckets or with its own. All ranks call it together.
 
         Called between two iterations of a model with an attached optimiser, whose state becomes whole on every rank.
         """
@@ -195,7 +202,7 @@ class DistributedDataParallel(TorchDDP):
             named = [(slot.name, slot.parameter) for slot in exchange.slots]
             whole = eligibility.by_size(named, order, eligibility.BUCKET, "whole")
             optimizer.move(order, whole, active=False)
-        reducer.replace(self, reducer.bucket_config(caps_mib) if caps_mib else self._own_config)
+        reducer.replace(self, buckets or self._own_buckets)
 
     def use_exchange(self, order: list[int], buckets: Sequence[Bucket]) -> None:
         """Puts the exchange in charge, with these buckets. All ranks call it together, between two iterations."""
@@ -215,6 +222,8 @@ class DistributedDataParallel(TorchDDP):
         if self.reducer is not None:
             super()._remove_autograd_hooks()
 
+    # torch.compile skips the frames of torch's own wrapper and compiles the module inside; so it must be with this one.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.exchange is not None and self.exchange.active:
             return self._exchanged_forward(*inputs, **kwargs)
@@ -261,6 +270,8 @@ class DistributedDataParallel(TorchDDP):
                 raise Error("record: needs the module's communication hook, which is in use")
             if reason := eligibility.unplannable(self):
                 raise Error(f"record: {reason}")
+            if any(self._build_params_for_reducer()[1]):
+                raise Error("record: some gradients are sparse, and the hook that takes times knows dense buckets only")
             self._recorder = BucketRecorder(self)
         recorder = self._recorder
         try:
@@ -284,9 +295,9 @@ class DistributedDataParallel(TorchDDP):
         if self._tuner is not None:
             self._tuner.hooked()
 
-    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
-        self._stop_planning("an optimiser is fused into the reduction of gradients")
-        super()._register_fused_optim(*args, **kwargs)
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
+        self.sparse_metadata = global_unique_ids  # a new reducer must be told again
+        super()._set_sparse_metadata(global_unique_ids)
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_with_exchange(
@@ -325,9 +336,11 @@ class DistributedDataParallel(TorchDDP):
         )
         state: dict[str, Any] = super().__getstate__()
         off = TuningReport(state="off", reason="this is a copy")
-        fresh = dict.fromkeys(("_tuner", "_recorder", "_rank_watch", "_reduced", "_reduced_names"))
+        none = ("_tuner", "_recorder", "_rank_watch", "_reduced", "_reduced_names", "bucket_members")
+        fresh = dict.fromkeys(none)
         return {**state, **fresh, "_report": off}
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _exchanged_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         exchange = self.exchange
         assert exchange is not None
@@ -352,15 +365,23 @@ class DistributedDataParallel(TorchDDP):
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _watched_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        watcher = self._recorder or self._tuner or self._rank_watch
-        assert watcher is not None
-        watcher.before_forward()
+        self._before_forward()
         output = super().forward(*inputs, **kwargs)
-        watcher.after_forward()
+        self._after_forward()
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self) -> None:
+        if (watcher := self._recorder or self._tuner or self._rank_watch) is not None:
+            watcher.before_forward()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self) -> None:
+        if (watcher := self._recorder or self._tuner or self._rank_watch) is not None:
+            watcher.after_forward()
         if self._tuner is not None and not self._tuner.active:
             self._report, self._tuner = self._tuner.report, None
             self._watch_ranks()
-        return output
 
     def _after_step(self) -> None:
         """Called at the end of every `optimizer.step()` of dovetail's, on all ranks."""

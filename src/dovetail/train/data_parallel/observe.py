@@ -60,6 +60,7 @@ class Backward:
         """Called after forward. False if no output can be hooked: then the first gradient's pass is the outer one."""
         held = weakref.ref(self)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def begun(_: torch.Tensor) -> None:
             if (backward := held()) is not None:
                 backward.inside()
@@ -162,13 +163,15 @@ class Observer:
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # torch's reducer holds the parameters where Python's collector cannot see. A hook that held this observer, and
         # through it the module, would keep both for ever if the user drops the module before planning ends.
+        # Who compiles a whole step, backward and all, does not mean this one's frames.
         held = weakref.ref(self)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def gradient_ready(_: torch.Tensor) -> None:
             if (observer := held()) is not None:
                 observer._on_gradient(index)
 
-        return gradient_ready
+        return gradient_ready  # type: ignore[no-any-return]
 
     def _on_gradient(self, index: int) -> None:
         if not self._armed:
@@ -239,13 +242,13 @@ class BucketRecorder(SpanRecorder):
     def __init__(self, ddp: TorchDDP) -> None:
         super().__init__(type(ddp.module).__name__, dist.get_rank(ddp.process_group))
         self._ddp, self._world = ddp, dist.get_world_size(ddp.process_group)
-        self._observer = Observer(ddp, [p for p in ddp._module_parameters if p.requires_grad], self._on_iteration)
+        self._observer = Observer(ddp, [p for _, p in reducer.reduced(ddp)], self._on_iteration)
         self._at_once = _at_once(ddp.process_group)
         self._start = self._forward_end = 0.0
         self._sent: list[tuple[int, float]] = []
         self._done: dict[int, float] = {}
         self._iterations = 0
-        reducer.replace(ddp, ddp._bucket_config, call=self._reduce)
+        reducer.replace(ddp, reducer.current(ddp), call=self._reduce)
 
     def before_forward(self) -> None:
         self._start = time.perf_counter()
@@ -259,7 +262,7 @@ class BucketRecorder(SpanRecorder):
     def close(self) -> None:
         """Gives the module a reducer without the hook."""
         self._observer.close()
-        reducer.replace(self._ddp, self._ddp._bucket_config)
+        reducer.replace(self._ddp, reducer.current(self._ddp))
 
     def _reduce(self, _: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         done, number, buffer = self._done, len(self._sent), bucket.buffer()

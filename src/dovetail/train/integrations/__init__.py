@@ -77,7 +77,10 @@ def buckets(model: Any) -> list[int]:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             keep(module.process_group)
-            sizes = module._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
+            data = module._get_ddp_logging_data()
+            # Where parameters may be unused torch keeps the buckets that it began with.
+            kept = module.find_unused_parameters and not module.static_graph
+            sizes = data.get("bucket_sizes" if kept else "rebuilt_bucket_sizes", "")
             return [int(size) for size in sizes.split(", ") if size]
     raise Error(f"buckets: found no DistributedDataParallel in a {type(model).__qualname__}")
 

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from dovetail import measure, planning
 from dovetail.core.errors import Error
 from dovetail.core.network import CollectiveName, Network, Precision
-from dovetail.core.plan import Overlap, Plan, Prediction, from_cuts
+from dovetail.core.plan import Overlap, Plan
 from dovetail.core.profile import Profile
 from dovetail.measure.clock import Clock
 from dovetail.train import agree
@@ -27,8 +28,10 @@ from .. import comm_hooks, reducer
 from ..comm_hooks import TimedHook
 from ..layer_watch import LayerWatch
 from ..observe import ObservedIteration, Observer
+from ..reducer import ReducerBuckets
 from ..wire import coded, ring
 from ..wire.lane import queued
+from . import packing
 from .trials import TrialPlan
 from .tuning_report import forward_gain
 
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
     from ..module import DistributedDataParallel
 
 OWN = "torch's own buckets"
-PROBES = 6
-"""Sizes of buckets, each twice the one before, at which a communication hook is timed."""
+NEVER = -1.0
+"""Ready time of a parameter that had no gradient so far."""
 LEAST_SPLIT = 0.5
 """Share of the bytes that must be in split buckets where memory is to be saved."""
 TRIPLE: tuple[CollectiveName, ...] = ("all_reduce", "reduce_scatter", "all_gather")
@@ -52,20 +55,22 @@ PRECISIONS: dict[str, tuple[Precision, ...]] = {
 
 
 class ReducerTarget:
-    """A DDP module whose buckets are torch's: a plan is a list of bucket caps. Iterations end inside backward."""
+    """A DDP module whose gradients torch's reducer carries. Iterations end inside backward."""
 
     overlap: Overlap = "backward"
 
     def __init__(self, ddp: TorchDDP) -> None:
         self._ddp = ddp
-        self.name, self.group, self.device = type(ddp.module).__name__, ddp.process_group, ddp.device
-        ignored = ddp.parameters_to_ignore
-        self.parameters = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
-        self._own = ddp._bucket_config
-        self._next: Any = None
+        module = getattr(ddp.module, "_orig_mod", ddp.module)  # a compiled module is named after what was compiled
+        self.name, self.group, self.device = type(module).__name__, ddp.process_group, ddp.device
+        self.parameters = reducer.reduced(ddp)
+        self._kinds = dict(zip((n for n, _ in self.parameters), reducer.kinds(ddp), strict=True))
+        self._own = reducer.current(ddp)
+        self._next: ReducerBuckets | None = None
         self._call = comm_hooks.carried(reducer.comm_hook(ddp))
         self._timer: TimedHook | None = None
         self._timing = False
+        self._last_ready: dict[int, float] = {}
 
     def begin(self, on_iteration: Callable[[ObservedIteration], None]) -> None:
         self._on_iteration = on_iteration
@@ -74,7 +79,25 @@ class ReducerTarget:
     def _ended(self, iteration: ObservedIteration) -> None:
         if self._timer is not None and self._timing:
             self._timer.end_iteration()
+        if iteration.ready:
+            iteration = replace(iteration, ready=self._completed(iteration.ready))
         self._on_iteration(iteration)
+
+    def _completed(self, ready: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        """The same with the parameters that got no gradient, by time. A collective where torch looks for unused ones.
+
+        To torch's reducer such a parameter is ready when the first gradient is. One that had a gradient in an earlier
+        iteration, or has one on another rank, counts as ready when it is there: buckets wait for it then.
+        """
+        self._last_ready |= dict(ready)
+        count, first = len(self.parameters), ready[0][1]
+        if reducer.rebuilds(self._ddp):
+            unused = set(range(count)) - {i for i, _ in ready}
+            return tuple(sorted([*((i, first) for i in sorted(unused)), *ready], key=lambda one: one[1]))
+        mine = [self._last_ready.get(i, NEVER) for i in range(count)]
+        latest = agree.largest(mine, self.group, self.device)
+        first = min(t for t in latest if t > NEVER)
+        return tuple(sorted(enumerate(max(first, t) for t in latest), key=lambda one: one[1]))
 
     def before_forward(self) -> None:
         if self._next is not None and self._ddp.require_backward_grad_sync and torch.is_grad_enabled():
@@ -120,7 +143,8 @@ class ReducerTarget:
             raise Error(
                 f"the communication hook {hook.name} keeps tensors, which may belong to the buckets as they are"
             )
-        return doubling(profile, dist.get_world_size(self.group))
+        profile = packing.by_kind(profile, self._kinds)
+        return packing.doubling(packing.gathered(profile), dist.get_world_size(self.group))
 
     def network(self, max_bytes: int, budget: float) -> Network:
         hook, timer, self._timer = reducer.comm_hook(self._ddp), self._timer, None
@@ -134,16 +158,29 @@ class ReducerTarget:
             self.group, max_bytes=max_bytes, collectives=("all_reduce",), budget=budget, device=self.device, via=via
         )
 
-    def watched(self, profile: Profile, network: Network, optimizer: float) -> Plan | None:
+    def watched(self, profile: Profile, network: Network, optimizer: float) -> tuple[Plan, Profile] | None:
         hook = reducer.comm_hook(self._ddp)
         if hook is not None and hook.call is not None:
             return None  # its buckets were timed in training
-        return planning.plan(profile, network, policy=reducer.own_policy(self._own))
+        return self._torchs(profile, network)
+
+    def _torchs(self, profile: Profile, network: Network) -> tuple[Plan, Profile]:
+        """torch's own buckets as a plan, and the gradients in the order in which torch packs them."""
+        policy = reducer.own_policy(self._own.config)
+        if reducer.capped(self._ddp):
+            return planning.plan(profile, network, policy=policy), profile
+        index = {name: i for i, (name, _) in enumerate(self.parameters)}
+        found = reducer.own_members(self._ddp, self._own.config, [index[t.name] for t in profile.tensors])
+        buckets = [[self.parameters[i][0] for i in bucket] for bucket in found]
+        return packing.as_plan(buckets, packing.by_kind(profile, self._kinds), network, policy=policy)
 
     def contenders(self, profile: Profile, network: Network, optimizer: float, count: int) -> list[TrialPlan]:
-        first = planning.plan(profile, network, policy=reducer.own_policy(self._own))
-        rest = planning.candidates(profile, network, count=count)
-        plans = [first, *(p for p in rest if p.buckets != first.buckets)][:count]
+        first, _ = self._torchs(profile, network)
+        order = profile
+        if not reducer.capped(self._ddp):
+            order = packing.arranged(packing.by_kind(profile, self._kinds), network)
+        rest = planning.candidates(order, network, count=count)
+        plans = [first, *(p for p in rest if packing.members(p) != packing.members(first))][:count]
         return [
             TrialPlan(plan=p, label=f"plan {p.policy}" if i else OWN, predicted=p.prediction.iteration)
             for i, p in enumerate(plans)
@@ -157,7 +194,7 @@ class ReducerTarget:
         return ()
 
     def use(self, order: list[int], plan: Plan, *, baseline: bool = False) -> None:
-        self._next = self._own if baseline else reducer.bucket_config(plan.caps_mib())
+        self._next = self._own if baseline else reducer.planned(self._ddp, plan)
 
     def changing(self) -> bool:
         return self._next is not None
@@ -165,7 +202,7 @@ class ReducerTarget:
     def restore(self, *, now: bool) -> None:
         # Under torch's own buckets a timed hook stays, and just calls the user's: a new reducer would begin with other
         # buckets than those that the user's hook may remember.
-        self._next = self._own if self._ddp._bucket_config is not self._own else None
+        self._next = self._own if reducer.current(self._ddp) != self._own else None
         if self._timer is not None:
             self._timer.close()
             self._timer = None
@@ -176,6 +213,7 @@ class ReducerTarget:
         self._observer.close()
 
     def _replace(self) -> None:
+        assert self._next is not None
         reducer.replace(self._ddp, self._next, call=self._timer or self._call)
         self._next = None
 
@@ -294,7 +332,11 @@ class ExchangeTarget:
         }
         return msgspec.structs.replace(ours, reduced=fewer)
 
-    def watched(self, profile: Profile, network: Network, optimizer: float) -> Plan:
+    def watched(self, profile: Profile, network: Network, optimizer: float) -> tuple[Plan, Profile]:
+        return self._split(profile, network, optimizer), profile
+
+    def _split(self, profile: Profile, network: Network, optimizer: float) -> Plan:
+        """Buckets of torch's sizes, all split."""
         return planning.plan(
             profile, network, policy=self._policy, overlap="forward", optimizer=optimizer, kinds=("split",)
         )
@@ -315,7 +357,7 @@ class ExchangeTarget:
                 plan = planning.plan(profile, links, policy=policy)
                 own.append(TrialPlan(plan=plan, label=label, predicted=plan.prediction.iteration + update))
         else:
-            sizes = self.watched(profile, network, optimizer)
+            sizes = self._split(profile, network, optimizer)
             own.append(TrialPlan(sizes, "split buckets of torch's sizes", sizes.prediction.iteration))
 
         given: dict[str, Any] = {"overlap": "forward", "optimizer": optimizer, "memory": memory, "precision": precision}
@@ -338,7 +380,7 @@ class ExchangeTarget:
         if plan.overlap == "forward":
             self._ddp.use_exchange(order, plan.buckets)
         else:
-            self._ddp.use_reducer(None if baseline else plan.caps_mib())
+            self._ddp.use_reducer(None if baseline else reducer.planned(self._ddp, plan))
 
     def changing(self) -> bool:
         return False
@@ -349,21 +391,6 @@ class ExchangeTarget:
     def close(self) -> None:
         self._exchange.watching = False
         self._layers.close()
-
-
-def doubling(profile: Profile, workers: int) -> Plan:
-    """Buckets in ready order of which each has about twice the bytes of the one before; they only serve to measure."""
-    size = profile.parameter_bytes / (2**PROBES - 1)
-    cuts, held = [], 0
-    for end, tensor in enumerate(profile.tensors, 1):
-        held += tensor.bytes
-        if held >= size:
-            cuts.append(end)
-            held, size = 0, 2 * size
-    if not cuts or cuts[-1] < len(profile.tensors):
-        cuts.append(len(profile.tensors))
-    nothing = Prediction(iteration=0.0, forward=0.0, backward=0.0, exposed=0.0, lower_bound=0.0)
-    return from_cuts(cuts, profile, policy="doubling", network="unknown", workers=workers, batch=1, prediction=nothing)
 
 
 def _distinct(contenders: list[TrialPlan]) -> list[TrialPlan]:

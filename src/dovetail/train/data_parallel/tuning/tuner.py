@@ -78,8 +78,11 @@ class TuningTarget(Protocol):
         """* What communication costs."""
         ...
 
-    def watched(self, profile: Profile, network: Network, optimizer: float) -> Plan | None:
-        """The buckets that were in force while watching; None where `network` has what training adds to it already."""
+    def watched(self, profile: Profile, network: Network, optimizer: float) -> tuple[Plan, Profile] | None:
+        """The buckets that were in force while watching, and the profile in the order in which they were packed.
+
+        None where `network` has what training adds to it already.
+        """
         ...
 
     def contenders(self, profile: Profile, network: Network, optimizer: float, count: int) -> list[TrialPlan]:
@@ -282,7 +285,7 @@ class Tuner:
         if dist.get_rank(target.group) == 0:
             try:
                 watched = target.watched(profile, network, optimizer)
-                network = network if watched is None else calibrated(network, watched, profile, measured)
+                network = network if watched is None else calibrated(network, *watched, measured)
                 plans = target.contenders(profile, network, optimizer, self._tuning.candidates)
                 answer = network, plans, target.notes(profile, network)
             except Exception as e:  # whatever it is, all ranks must learn of it
