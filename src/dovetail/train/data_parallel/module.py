@@ -119,8 +119,10 @@ class DistributedDataParallel(TorchDDP):
         """What `_set_sparse_metadata` was given last."""
         super().__init__(module, *args, **kwargs)
         self._own_buckets = reducer.current(self)
-        if isinstance(plan, Plan) and plan.overlap == "backward" and not reducer.capped(self):
-            reducer.replace(self, reducer.planned(self, plan))
+        if isinstance(plan, Plan) and plan.overlap == "backward":
+            self.bucket_bytes_cap = eligibility.BUCKET  # torch.compile cuts graphs by it, and takes no less than 1 MiB
+            if not reducer.capped(self):
+                reducer.replace(self, reducer.planned(self, plan))
         keep(self.process_group)
         kept = plan if isinstance(plan, Plan) else None
         why = "planning was switched off"

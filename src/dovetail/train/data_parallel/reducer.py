@@ -11,8 +11,9 @@ A plan reaches the new reducer in one of two ways:
 * As a list of caps, one for each bucket, wherever that says all: the reducer's one-time rebuild puts gradients into
   ready order in the second iteration that follows, and applies the caps.
 * As lists of parameters, where caps do not say enough. With `find_unused_parameters` torch never rebuilds, so it keeps
-  the buckets that the reducer was built with. With several dtypes or devices the caps start again for each of them, and
-  sparse gradients have buckets of their own; there the rebuild is made at once, and is handed the lists (`_Handed`).
+  the buckets that the reducer was built with. With several dtypes or devices the caps start again for each of them,
+  sparse gradients have buckets of their own, and a static graph may have unused parameters, which have no place in
+  ready order; there the rebuild is made at once, and is handed the lists (`_Handed`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dovetail.core.errors import Error
@@ -125,8 +126,9 @@ def rebuilds(ddp: TorchDDP) -> bool:
 
 
 def capped(ddp: TorchDDP) -> bool:
-    """Whether a cap for each bucket says all about the buckets."""
-    return rebuilds(ddp) and not any(ddp._build_params_for_reducer()[1]) and len(set(kinds(ddp))) == 1
+    """Whether a cap for each bucket says all about the buckets: every gradient comes, and all are of one kind."""
+    all_come = not ddp.static_graph and not ddp.find_unused_parameters
+    return all_come and not any(ddp._build_params_for_reducer()[1]) and len(set(kinds(ddp))) == 1
 
 
 def current(ddp: TorchDDP) -> ReducerBuckets:
@@ -216,8 +218,8 @@ def _build(
 ) -> None:
     """A reducer that begins with these members of its buckets, with all else as torch has it."""
     assert buckets.members is not None
-    ddp.reducer = dist.Reducer(
-        parameters,  # type: ignore[arg-type]
+    ddp.reducer = dist.Reducer(  # type: ignore[attr-defined]
+        [*parameters],
         [list(bucket) for bucket in buckets.members],
         [sum(parameters[i].nbytes for i in bucket) for bucket in buckets.members],
         ddp.process_group,
@@ -232,7 +234,7 @@ def _build(
         [],
         *([ddp.batched_grad_copy] if hasattr(ddp, "batched_grad_copy") else []),  # newer than what is required
     )
-    ddp.logger = dist.Logger(ddp.reducer)
+    ddp.logger = dist.Logger(ddp.reducer)  # type: ignore[attr-defined]
     ddp.reducer.set_logger(ddp.logger)
     ddp.logger.set_construction_data_and_log(
         type(ddp.module).__name__,
@@ -268,7 +270,7 @@ class _Handed(dist.ProcessGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Members) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         rows = [[*(i for bucket in members for i in bucket), len(members)], [len(bucket) for bucket in members]]
         self._rows = iter(rows)
 
@@ -277,7 +279,7 @@ class _Handed(dist.ProcessGroup):
         tensor.copy_(torch.tensor(next(self._rows), dtype=tensor.dtype))
         done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         done.set_result(tensors)
-        return _create_work_from_future(done)
+        return _distributed_c10d._create_work_from_future(done)  # type: ignore[attr-defined]
 
 
 def _hand(ddp: TorchDDP, members: Members) -> None:
