@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import dovetail
 from dovetail.core import files
 from dovetail.core.plan import Bucket, Plan, Prediction
-from dovetail.train.data_parallel.module import PLAN_VARIABLE
+from dovetail.train.data_parallel.eligibility import PLAN_VARIABLE
 from dovetail.train.data_parallel.wire import ring
 
 from .overlap_scenarios import OPTIMIZERS, Bag, both, difference, loss, refusal

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.plan import MIB, Bucket, BucketKind, Plan
 from dovetail.train.integrations import check_environment
@@ -20,6 +22,16 @@ from .tuning.trials import Tuning
 
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
 """Sizes of buckets in bytes before anything was measured: torch's own."""
+
+PLAN_VARIABLE = "DOVETAIL_PLAN"
+"""Environment variable that replaces `plan="auto"`: the path of a stored plan, or "off"."""
+
+WORDS: dict[str, tuple[str | None, ...]] = {
+    "overlap": ("forward", None),
+    "memory": ("time", "shard"),
+    "precision": ("full", "bf16", "int8", "auto"),
+}
+"""What the wrapper's own arguments may say."""
 
 REFUSED = {
     "mixed_precision": "DDP's own mixed precision (autocast works)",
@@ -32,6 +44,21 @@ ARGUMENTS = (*REFUSED, "bucket_cap_mb")
 """Arguments of torch's wrapper that the second line must know."""
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+def check_words(**given: object) -> None:
+    """Refuses words that the wrapper does not know."""
+    for argument, word in given.items():
+        if word not in WORDS[argument]:
+            raise Error(f"{argument}: expected one of {', '.join(map(repr, WORDS[argument]))}, got {word!r}")
+
+
+def plan_to_use(plan: Plan | Literal["auto"] | None) -> Plan | Literal["auto"] | None:
+    """The plan that was given, or what the environment names in place of "auto"."""
+    named = os.environ.get(PLAN_VARIABLE, "")
+    if plan != "auto" or not named:
+        return plan
+    return None if named == "off" else files.read(named, Plan)
 
 
 def by_size(named: NamedParameters, order: Sequence[int], cap: int, kind: BucketKind) -> list[Bucket]:
@@ -177,3 +204,10 @@ def unplannable(ddp: TorchDDP) -> str | None:
         ),
     ]
     return next((reason for holds, reason in checks if holds), None)
+
+
+def unrecordable(ddp: TorchDDP) -> str | None:
+    """The reason why times of this module's buckets cannot be taken, or None."""
+    if any(ddp._build_params_for_reducer()[1]):
+        return "some gradients are sparse, and the hook that takes times knows dense buckets only"
+    return unplannable(ddp)

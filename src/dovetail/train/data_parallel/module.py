@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from dovetail.core import files
 from dovetail.core.errors import Error
 from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket, Plan
@@ -35,11 +33,6 @@ if TYPE_CHECKING:
     from .sharded.optimizer import ShardedOptimizer
 
 log = logging.getLogger("dovetail")
-
-PLAN_VARIABLE = "DOVETAIL_PLAN"
-"""Environment variable that replaces `plan="auto"`: the path of a stored plan, or "off"."""
-
-PRECISIONS = ("full", "bf16", "int8", "auto")
 
 
 class DistributedDataParallel(TorchDDP):
@@ -83,15 +76,9 @@ class DistributedDataParallel(TorchDDP):
         overlap: Literal["forward"] | None = None,
         **kwargs: Any,
     ) -> None:
-        for what, given, expected in (
-            ("overlap", overlap, ("forward", None)),
-            ("memory", memory, ("time", "shard")),
-            ("precision", precision, PRECISIONS),
-        ):
-            if given not in expected:
-                raise Error(f"{what}: expected one of {', '.join(map(repr, expected))}, got {given!r}")
+        eligibility.check_words(overlap=overlap, memory=memory, precision=precision)
         self._arguments = {k: v for k, v in kwargs.items() if k in eligibility.ARGUMENTS}
-        plan = plan_to_use(plan)
+        plan = eligibility.plan_to_use(plan)
         if isinstance(plan, Plan):
             kwargs |= eligibility.ddp_keywords(plan, module, kwargs)
         elif plan not in ("auto", None):
@@ -116,7 +103,6 @@ class DistributedDataParallel(TorchDDP):
         self.bucket_members: reducer.Members | None = None
         """Indices of the parameters of every bucket, where caps do not say which they are."""
         self.sparse_metadata: dict[str, torch.Tensor] | None = None
-        """What `_set_sparse_metadata` was given last."""
         super().__init__(module, *args, **kwargs)
         self._own_buckets = reducer.current(self)
         if isinstance(plan, Plan) and plan.overlap == "backward":
@@ -270,10 +256,8 @@ class DistributedDataParallel(TorchDDP):
         if self._recorder is None:
             if reducer.comm_hook(self) is not None:
                 raise Error("record: needs the module's communication hook, which is in use")
-            if reason := eligibility.unplannable(self):
+            if reason := eligibility.unrecordable(self):
                 raise Error(f"record: {reason}")
-            if any(self._build_params_for_reducer()[1]):
-                raise Error("record: some gradients are sparse, and the hook that takes times knows dense buckets only")
             self._recorder = BucketRecorder(self)
         recorder = self._recorder
         try:
@@ -339,8 +323,7 @@ class DistributedDataParallel(TorchDDP):
         state: dict[str, Any] = super().__getstate__()
         off = TuningReport(state="off", reason="this is a copy")
         none = ("_tuner", "_recorder", "_rank_watch", "_reduced", "_reduced_names", "bucket_members")
-        fresh = dict.fromkeys(none)
-        return {**state, **fresh, "_report": off}
+        return {**state, **dict.fromkeys(none), "_report": off}
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _exchanged_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -398,8 +381,9 @@ class DistributedDataParallel(TorchDDP):
         if self._rank_watch is None and self.report.state == "done":
             self._rank_watch = RankWatch(self)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _looks_at_ranks(self) -> bool:
-        return self._rank_watch is not None and not torch.compiler.is_compiling() and self._rank_watch.due()
+        return self._rank_watch is not None and self._rank_watch.due()
 
     def _stop_planning(self, reason: str) -> None:
         if self._rank_watch is not None:
@@ -413,11 +397,3 @@ class DistributedDataParallel(TorchDDP):
         self._report = TuningReport(state="off", reason=reason)
         if dist.get_rank(self.process_group) == 0:
             log.warning("dovetail: torch's own buckets stay: %s", reason)
-
-
-def plan_to_use(plan: Plan | Literal["auto"] | None) -> Plan | Literal["auto"] | None:
-    """The plan that was given, or what the environment names in place of "auto"."""
-    named = os.environ.get(PLAN_VARIABLE, "")
-    if plan != "auto" or not named:
-        return plan
-    return None if named == "off" else files.read(named, Plan)

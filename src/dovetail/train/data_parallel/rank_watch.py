@@ -22,7 +22,8 @@ from dovetail.train import stragglers
 from dovetail.train.stragglers import RankComparison, RankIteration, SlowRank
 
 from .observe import ObservedIteration
-from .tuning.targets import ExchangeTarget, ReducerTarget
+from .tuning.reducer_target import ReducerTarget
+from .tuning.targets import ExchangeTarget
 
 log = logging.getLogger("dovetail")
 

@@ -32,7 +32,8 @@ from dovetail.train import agree
 
 from ..layer_watch import compare_ranks
 from ..observe import ObservedIteration
-from .targets import ExchangeTarget, ReducerTarget
+from .reducer_target import ReducerTarget
+from .targets import ExchangeTarget
 from .trials import Trial, TrialPlan, Tuning, compete
 from .tuning_report import MOST_CONTENTION, TuningReport
 
@@ -79,10 +80,7 @@ class TuningTarget(Protocol):
         ...
 
     def watched(self, profile: Profile, network: Network, optimizer: float) -> tuple[Plan, Profile] | None:
-        """The buckets that were in force while watching, and the profile in the order in which they were packed.
-
-        None where `network` has what training adds to it already.
-        """
+        """The buckets while watching, the profile in their order; None where `network` has what training adds."""
         ...
 
     def contenders(self, profile: Profile, network: Network, optimizer: float, count: int) -> list[TrialPlan]:
