@@ -13,17 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.train.stragglers import (
+from dovetail.train.rank_times import (
     GradientMark,
     LayerVisit,
     Phase,
-    RankComparison,
     RankIteration,
     columns_of,
-    compare,
     rank_iteration,
     table_of,
 )
+from dovetail.train.stragglers import RankComparison, compare
 
 DELAYED: tuple[Phase, ...] = ("input", "forward", "backward", "network")
 WATCHED = 10

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.train import stragglers
-from dovetail.train.stragglers import LOSS, GradientMark, LayerVisit, RankIteration
+from dovetail.train import rank_times, stragglers
+from dovetail.train.rank_times import LOSS, GradientMark, LayerVisit, RankIteration
 from dovetail.view.page import document, sort
 from straggler_study import DELAYED, StudyNoise, drawn_delay, drawn_model, named_right, simulated
 
@@ -42,8 +42,8 @@ def test_equal_ranks_are_named_in_at_most_5_of_100_runs(noise: StudyNoise) -> No
 
 
 def ranks_with(*rows: tuple[RankIteration, ...]) -> stragglers.RankComparison:
-    columns = stragglers.columns_of(rows[0])
-    return stragglers.compare(columns, np.asarray([stragglers.table_of(row, columns) for row in rows]))
+    columns = rank_times.columns_of(rows[0])
+    return stragglers.compare(columns, np.asarray([rank_times.table_of(row, columns) for row in rows]))
 
 
 def iteration(forward: dict[str, float], **given: float) -> RankIteration:
@@ -120,16 +120,16 @@ def test_times_of_forward_add_up(spent: list[float], start: float) -> None:
     for n in range(2, len(at) - 1):
         visits += [("block.layer", True, at[n - 1]), ("block.layer", False, at[n])]
     visits += [("block", False, at[-2]), ("", False, at[-1])]
-    found = stragglers.forward_by_layer(visits)
+    found = rank_times.forward_by_layer(visits)
     assert sum(found.values()) == pytest.approx(at[-1] - at[0])
     assert found[""] == pytest.approx(spent[0] + spent[-1])
-    waited = stragglers.forward_by_layer(visits, [(at[1], at[2])])
+    waited = rank_times.forward_by_layer(visits, [(at[1], at[2])])
     assert sum(waited.values()) == pytest.approx(at[-1] - at[0] - spent[1])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["output", "ready", "handed"]), st.sampled_from("abc"), st.floats(0, 9))))
 def test_times_of_backward_add_up(drawn: list[GradientMark]) -> None:
-    spent, handing, last = stragglers.backward_by_layer(1.0, drawn)
+    spent, handing, last = rank_times.backward_by_layer(1.0, drawn)
     assert sum(spent.values()) + handing == pytest.approx(last - 1.0)
     assert last == max([1.0, *(at for *_, at in drawn)])
 
@@ -142,13 +142,13 @@ def test_a_layer_has_the_time_from_its_outputs_gradient_to_the_next_layers() -> 
         ("output", "body", 2.0),
         ("ready", "body", 2.5),
     ]
-    spent, handing, last = stragglers.backward_by_layer(1.0, marks)
+    spent, handing, last = rank_times.backward_by_layer(1.0, marks)
     assert spent == pytest.approx({LOSS: 0.5, "head": 0.4, "body": 0.5})
     assert (handing, last) == pytest.approx((0.1, 2.5))
 
 
 def test_waiting_is_what_a_rank_did_not_spend_itself() -> None:
-    found = stragglers.rank_iteration(
+    found = rank_times.rank_iteration(
         [("", True, 0.4), ("", False, 0.9)],
         [("ready", "a", 1.5)],
         previous=0.1,
@@ -163,5 +163,5 @@ def test_waiting_is_what_a_rank_did_not_spend_itself() -> None:
 
 
 def test_a_compiled_model_has_its_forward_as_a_whole() -> None:
-    found = stragglers.rank_iteration([], [("ready", "a", 2.0)], previous=0.0, began=0.5, forwarded=1.0, ended=3.0)
+    found = rank_times.rank_iteration([], [("ready", "a", 2.0)], previous=0.0, began=0.5, forwarded=1.0, ended=3.0)
     assert dict(found.forward) == {"": 0.5}

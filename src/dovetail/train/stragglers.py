@@ -10,17 +10,16 @@ FLOOR of an iteration. Medians over the iterations leave single disturbed ones o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import numpy as np
 
 from dovetail.core.network import FloatArray
 from dovetail.core.timeline import LOST, Span, SpanKind, Timeline
 
-Phase = Literal["input", "forward", "backward", "network", "optimizer"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+from .rank_times import PHASES, WAITING, Column, Phase
+
 KINDS: dict[Phase, SpanKind] = {
     "input": "idle",
     "forward": "forward",
@@ -29,14 +28,6 @@ KINDS: dict[Phase, SpanKind] = {
     "optimizer": "optimizer",
 }
 """How phases are drawn."""
-WAITING = "waiting"
-"""Column of the time in which a rank waits for others."""
-Column = tuple[str, str]
-"""A phase, or `WAITING`, and the name of a layer ("" for the phase as such)."""
-
-LOSS = "(loss)"
-"""Stands for the layer between the end of forward and the first gradient: the loss, and the caller's own code."""
-
 LINK = "(its link)"
 """Stands for the layer where a rank's network is slow."""
 SLOW_LINK = 1.5
@@ -53,39 +44,15 @@ CORRELATED = 1.75
 correlation of one half between neighbours makes sqrt(3))."""
 HOLDS = 0.6
 """Share of a phase's loss that must be in one layer, or in the layers below one module, for it to be named."""
+STEADY = 0.5
+"""Share of a loss that must be in the earlier and in the later half of the iterations: what comes and goes meanwhile is
+other work of the machine."""
 COSTS = 0.5
 """Share of a loss that must be left over all phases: who makes up for it elsewhere does not delay the others."""
 NORMAL = 1.4826
 """Median absolute deviation of a normal distribution, inverted: standard deviations in one of them."""
 MEDIAN = math.sqrt(math.pi / 2)
 """Standard error of a median over that of a mean, for a normal distribution."""
-
-
-@dataclass(frozen=True)
-class RankIteration:
-    """What one rank did in one iteration, in seconds; nothing but `waiting` has waiting for other ranks in it."""
-
-    input: float
-    """From the end of the iteration before to the start of forward: data, and whatever else the script does there."""
-    forward: Mapping[str, float]
-    """By layer, each without the layers inside it."""
-    backward: Mapping[str, float]
-    """By layer; `LOSS` is what comes before the first one."""
-    network: float = 0.0
-    """Handing gradients over to be reduced."""
-    optimizer: float = 0.0
-    """The update, where it is known apart from the input."""
-    waiting: float = 0.0
-
-    def columns(self) -> dict[Column, float]:
-        return {
-            ("input", ""): self.input,
-            **{("forward", layer): seconds for layer, seconds in self.forward.items()},
-            **{("backward", layer): seconds for layer, seconds in self.backward.items()},
-            ("network", ""): self.network,
-            ("optimizer", ""): self.optimizer,
-            (WAITING, ""): self.waiting,
-        }
 
 
 @dataclass(frozen=True)
@@ -157,20 +124,6 @@ class RankComparison:
         return Timeline(name=name, source="measured", spans=tuple(spans))
 
 
-def columns_of(iterations: Iterable[RankIteration]) -> list[Column]:
-    """Every column of some iterations, in order of appearance."""
-    found: dict[Column, None] = {}
-    for iteration in iterations:
-        found |= dict.fromkeys(iteration.columns())
-    return list(found)
-
-
-def table_of(iterations: Sequence[RankIteration], columns: Sequence[Column]) -> list[list[float]]:
-    """Seconds, iteration by iteration, in the order of `columns`; what is not among these is left out."""
-    rows = [iteration.columns() for iteration in iterations]
-    return [[row.get(column, 0.0) for column in columns] for row in rows]
-
-
 def compare(columns: Sequence[Column], times: FloatArray) -> RankComparison:
     """`times[rank, iteration, column]` in seconds, for all ranks of a group."""
     ranks, iterations, _ = times.shape
@@ -195,36 +148,71 @@ def compare(columns: Sequence[Column], times: FloatArray) -> RankComparison:
 
 
 def find_slow(columns: Sequence[Column], times: FloatArray, iteration: float) -> tuple[SlowRank, ...]:
-    """The ranks that are slower than the others, the largest loss first; `times` as for `compare`."""
+    """The ranks that are slower than the others, the largest loss first; `times` as for `compare`.
+
+    Each phase is looked at as a whole and layer by layer: on a busy machine what one layer loses can be certain where
+    the sum of all varies too much.
+    """
     own = [c for c, (phase, _) in enumerate(columns) if phase != WAITING]
-    late = np.median(behind(times[:, :, own].sum(axis=2)), axis=1)
-    spent: dict[Phase, FloatArray] = {}
-    for phase in PHASES:
-        among = times[:, :, _of(columns, phase)]
-        if among.size and among.any():
-            spent[phase] = among.sum(axis=2)
-    tests = times.shape[0] * len(spent)
-    found = []
-    for phase, seconds in spent.items():
-        differences = behind(seconds)
-        lost, error = np.median(differences, axis=1), standard_error(seconds, differences)
+    late = RankLoss.of(times[:, :, own].sum(axis=2))
+    among = {phase: found for phase in PHASES if times[:, :, found := _of(columns, phase)].any()}
+    tests = times.shape[0] * sum(1 + len(found) for found in among.values())
+    slow = []
+    for phase, found in among.items():
+        whole, parts = RankLoss.of(times[:, :, found].sum(axis=2)), {c: RankLoss.of(times[:, :, c]) for c in found}
         for rank in range(times.shape[0]):
-            if lost[rank] < FLOOR * iteration or late[rank] < COSTS * lost[rank]:
+            loss, layer = whole, None
+            if whole.chance(rank, tests) > ERROR or whole.lost[rank] < FLOOR * iteration:
+                certain = {c: part.lost[rank] for c, part in parts.items() if part.chance(rank, tests) <= ERROR}
+                if not certain:
+                    continue
+                most = max(certain, key=lambda c: certain[c])
+                loss, layer = parts[most], columns[most][1]
+            lost = float(loss.lost[rank])
+            made_up = late.lost[rank] + 2 * late.error[rank] < COSTS * lost
+            if lost < FLOOR * iteration or loss.least[rank] < STEADY * lost or made_up:
                 continue
-            deviations = lost[rank] / (CORRELATED * error[rank]) if error[rank] > 0 else math.inf
-            chance = min(1.0, tests * math.erfc(deviations / math.sqrt(2)) / 2)
-            if chance <= ERROR:
-                found.append(
-                    SlowRank(
-                        rank=rank,
-                        phase=phase,
-                        layer=_layer(columns, times, phase, rank, float(lost[rank])),
-                        seconds=float(lost[rank]),
-                        share=float(lost[rank]) / iteration,
-                        confidence=1 - chance,
-                    )
+            slow.append(
+                SlowRank(
+                    rank=rank,
+                    phase=phase,
+                    layer=_layer(columns, times, phase, rank, lost) if layer is None else layer,
+                    seconds=lost,
+                    share=lost / iteration,
+                    confidence=1 - loss.chance(rank, tests),
                 )
-    return tuple(sorted(found, key=lambda f: -f.seconds))
+            )
+    return tuple(sorted(slow, key=lambda f: -f.seconds))
+
+
+@dataclass(frozen=True)
+class RankLoss:
+    """By how much each rank takes longer than the others in something, in seconds."""
+
+    lost: FloatArray
+    """The median over the iterations."""
+    least: FloatArray
+    """That of the earlier half of the iterations or that of the later, whichever is less."""
+    error: FloatArray
+    """Standard error of `lost`."""
+
+    @classmethod
+    def of(cls, seconds: FloatArray) -> RankLoss:
+        """From `seconds[rank, iteration]`."""
+        differences = behind(seconds)
+        halves = np.array_split(differences, 2, axis=1)
+        return cls(
+            lost=np.median(differences, axis=1),
+            least=np.min([np.median(half, axis=1) for half in halves], axis=0),
+            error=CORRELATED * standard_error(seconds, differences),
+        )
+
+    def chance(self, rank: int, tests: int) -> float:
+        """Chance of such a loss, or a larger one, in any of so many tests if all ranks were equally fast."""
+        lost, error = float(self.lost[rank]), float(self.error[rank])
+        if lost <= 0:
+            return 1.0
+        return min(1.0, tests * math.erfc(lost / error / math.sqrt(2)) / 2) if error > 0 else 0.0
 
 
 def slow_links(
@@ -272,87 +260,6 @@ def standard_error(seconds: FloatArray, differences: FloatArray) -> FloatArray:
     alone = differences - np.median(differences, axis=1, keepdims=True)
     single = NORMAL * np.median(np.abs(alone), axis=1)
     return np.asarray(MEDIAN * np.maximum(pooled, single) / math.sqrt(iterations - 1), dtype=np.float64)
-
-
-LayerVisit = tuple[str, bool, float]
-"""A layer, whether it was entered or else left, and when."""
-GradientMark = tuple[Literal["output", "ready", "handed"], str, float]
-"""What happened in backward, the layer, and when: the gradient of a layer's output was there, that of one of its
-parameters was ready, or was handed over to be reduced."""
-
-
-def rank_iteration(
-    visits: Sequence[LayerVisit],
-    marks: Sequence[GradientMark],
-    *,
-    previous: float,
-    began: float,
-    forwarded: float,
-    ended: float,
-    computed: float | None = None,
-    optimizer: float = 0.0,
-    waits: Sequence[tuple[float, float]] = (),
-) -> RankIteration:
-    """What a rank did from `previous`, the end of the iteration before, to `ended`; all times by one clock, in seconds.
-
-    Forward was called at `began` and returned at `forwarded`; the backward pass was over at `computed`, where that is
-    known, and waited for collectives from then on. `waits` are those for other ranks inside forward.
-    """
-    waited = sum(min(stop, forwarded) - max(start, began) for start, stop in waits if began <= start <= forwarded)
-    forward = forward_by_layer(visits, waits) or {"": max(0.0, forwarded - began - waited)}
-    backward, handing, last = backward_by_layer(forwarded, marks)
-    network = handing + (max(0.0, computed - last) if computed is not None else 0.0)
-    before = max(0.0, began - previous)
-    own = before + sum(forward.values()) + sum(backward.values()) + network + optimizer
-    return RankIteration(
-        input=before,
-        forward=forward,
-        backward=backward,
-        network=network,
-        optimizer=optimizer,
-        waiting=max(0.0, ended - previous - own),
-    )
-
-
-def forward_by_layer(visits: Sequence[LayerVisit], waits: Sequence[tuple[float, float]] = ()) -> dict[str, float]:
-    """Seconds of each layer without the layers inside it.
-
-    `visits` are in the order of time; `waits` are the starts and ends of waits for other ranks, which do not count.
-    """
-    spent: dict[str, float] = {}
-    inside: list[str] = []
-    last = 0.0
-    for layer, entered, at in visits:
-        now = at - sum(min(stop, at) - start for start, stop in waits if start < at)
-        if inside:
-            spent[inside[-1]] = spent.get(inside[-1], 0.0) + max(0.0, now - last)
-        if entered:
-            inside.append(layer)
-            spent.setdefault(layer, 0.0)
-        elif layer in inside:
-            # An exception may have left layers without a visit of their own.
-            del inside[len(inside) - 1 - inside[::-1].index(layer) :]
-        last = now
-    return spent
-
-
-def backward_by_layer(start: float, marks: Iterable[GradientMark]) -> tuple[dict[str, float], float, float]:
-    """(seconds of each layer, seconds of handing gradients over, time of the last mark).
-
-    A layer's backward begins when the gradient of its output is there, and goes on to the next layer's.
-    """
-    spent: dict[str, float] = {}
-    handing, last, current = 0.0, start, LOSS
-    for kind, layer, at in sorted(marks, key=lambda mark: mark[2]):
-        seconds = max(0.0, at - last)
-        if kind == "handed":
-            handing += seconds
-        else:
-            of = layer if kind == "ready" else current
-            spent[of] = spent.get(of, 0.0) + seconds
-            current = layer
-        last = max(last, at)
-    return spent, handing, last
 
 
 def milliseconds(seconds: float) -> str:

@@ -23,8 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dovetail.measure.clock import Clock
 from dovetail.measure.passes import tensors_in
-from dovetail.train import agree, stragglers
-from dovetail.train.stragglers import Column, GradientMark, LayerVisit, RankComparison, RankIteration
+from dovetail.train import agree, rank_times, stragglers
+from dovetail.train.rank_times import Column, GradientMark, LayerVisit, RankIteration
+from dovetail.train.stragglers import RankComparison
 
 from .eligibility import compiled
 from .link_probe import PROBE, link_seconds
@@ -135,8 +136,8 @@ def compare_ranks(
     """
     if not mine:
         return RankComparison(iteration=0.0, iterations=0)
-    columns: list[Column] = agree.from_first(stragglers.columns_of(mine), group, device)
-    table = np.asarray(stragglers.table_of(mine, columns), dtype=np.float64).reshape(len(mine), len(columns))
+    columns: list[Column] = agree.from_first(rank_times.columns_of(mine), group, device)
+    table = np.asarray(rank_times.table_of(mine, columns), dtype=np.float64).reshape(len(mine), len(columns))
     shared = agree.everyones(table.ravel().tolist(), group, device)
     found = stragglers.compare(columns, np.asarray(shared).reshape(-1, *table.shape))
     links = stragglers.slow_links(found, link_seconds(group, device), PROBE, gradients)

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dovetail.measure.clock import Clock
 from dovetail.measure.passes import tensors_in
+from dovetail.train.rank_times import RankIteration, rank_iteration
 from dovetail.train.recording import SpanRecorder
-from dovetail.train.stragglers import RankIteration, rank_iteration
 
 from . import reducer
 from .layer_watch import LayerWatch

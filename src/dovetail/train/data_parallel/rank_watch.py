@@ -18,8 +18,9 @@ import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from dovetail.train import stragglers
-from dovetail.train.stragglers import RankComparison, RankIteration, SlowRank
+from dovetail.train import rank_times, stragglers
+from dovetail.train.rank_times import RankIteration
+from dovetail.train.stragglers import RankComparison, SlowRank
 
 from .observe import ObservedIteration
 from .tuning.reducer_target import ReducerTarget
@@ -108,8 +109,8 @@ class RankWatch:
         if figures is None:
             return
         self._awaited = False
-        columns = stragglers.columns_of(itertools.chain.from_iterable(figures))
-        self.last = stragglers.compare(columns, np.asarray([stragglers.table_of(f, columns) for f in figures]))
+        columns = rank_times.columns_of(itertools.chain.from_iterable(figures))
+        self.last = stragglers.compare(columns, np.asarray([rank_times.table_of(f, columns) for f in figures]))
         found = costly(self.last)
         named, self._named = self._named, found
         if found is not None and not _known(found, named):
@@ -153,8 +154,8 @@ class FigureBoard:
 
     def post(self, look: int, seen: list[RankIteration]) -> None:
         """Replaces what this rank has left before. A store that is gone is no reason to stop training."""
-        columns = stragglers.columns_of(seen)
-        micros = [[round(seconds * 1e6) for seconds in row] for row in stragglers.table_of(seen, columns)]
+        columns = rank_times.columns_of(seen)
+        micros = [[round(seconds * 1e6) for seconds in row] for row in rank_times.table_of(seen, columns)]
         try:
             self._store.set(str(self.rank), json.dumps({"look": look, "columns": columns, "micros": micros}))
         except RuntimeError:
@@ -185,7 +186,7 @@ def _iterations(columns: list[list[str]], micros: list[list[int]]) -> list[RankI
                 backward={layer: s for (phase, layer), s in at.items() if phase == "backward"},
                 network=at[("network", "")],
                 optimizer=at[("optimizer", "")],
-                waiting=at[(stragglers.WAITING, "")],
+                waiting=at[(rank_times.WAITING, "")],
             )
         )
     return found

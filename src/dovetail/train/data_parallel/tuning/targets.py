@@ -16,7 +16,7 @@ from dovetail.core.network import CollectiveName, Network, Precision
 from dovetail.core.plan import Overlap, Plan
 from dovetail.core.profile import Profile
 from dovetail.measure.clock import Clock
-from dovetail.train.stragglers import RankIteration, rank_iteration
+from dovetail.train.rank_times import RankIteration, rank_iteration
 
 from .. import reducer
 from ..layer_watch import LayerWatch
