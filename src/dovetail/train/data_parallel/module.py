@@ -42,8 +42,8 @@ class DistributedDataParallel(TorchDDP):
     it measures what an all-reduce costs on this process group, plans where to cut the stream of gradients into buckets,
     tries the most promising bucketings for a few real iterations each beside torch's own, and keeps the fastest. From
     then on it is torch's reducer with other bucket caps: no hook and no thread of dovetail's is left on the path of an
-    iteration, only one `if`. Gradients are those of torch's DDP throughout, `state_dict` too. `explain()` reports what
-    was measured, tried and kept.
+    iteration, only one `if`, and from time to time a look for slow ranks. Gradients are those of torch's DDP
+    throughout, `state_dict` too. `explain()` reports what was measured, tried and kept, and which ranks are slow.
 
     Communication hooks stay in charge of what travels, in planned buckets whose cost is the hook's own. Unused
     parameters, several dtypes or devices, sparse gradients and compiled modules are planned with as well. Where there
