@@ -36,7 +36,8 @@ class LayerWatch:
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], clock: Clock) -> None:
         self._module, self._parameters, self._clock = module, parameters, clock
-        owners = {id(p): name.rpartition(".")[0] for name, p in module.named_parameters()}
+        named = ((name.replace("_orig_mod.", ""), p) for name, p in module.named_parameters())  # torch.compile's prefix
+        owners = {id(p): name.rpartition(".")[0] for name, p in named}
         self.layers = [owners.get(id(p), "") for p in parameters]
         """Name of the module that each parameter belongs to."""
         self._names: dict[int, str] = {}
