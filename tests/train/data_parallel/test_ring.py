@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.ranks import run_all
@@ -19,7 +21,7 @@ def test_collectives_equal_plain_sums_also_while_another_one_is_on_its_way() -> 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_parts_of_any_sizes_give_plain_sums_in_full_and_in_fewer_bytes(ranks: int) -> None:
-    calls = [
+    calls: list[tuple[Any, dict[str, Any]]] = [
         (ring_scenarios.any_borders, {"seed": ranks, "cases": 60}),
         (ring_scenarios.any_borders_coded, {"seed": ranks, "cases": 25, "precision": "bf16"}),
         (ring_scenarios.any_borders_coded, {"seed": ranks, "cases": 25, "precision": "int8"}),
