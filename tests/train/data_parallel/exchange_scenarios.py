@@ -134,7 +134,7 @@ def hollow() -> dict[str, Any]:
     make = OPTIMIZERS["adam"]
     sharded: Any = dovetail.optimizer(make(ours.parameters()), ours)
     pairs: list[tuple[Any, Any]] = [(theirs, make(theirs.parameters())), (ours, sharded)]
-    empty = min(bucket.values.numel() for bucket in ours.exchange.buckets)
+    empty = min(bucket.elements for bucket in ours.exchange.buckets)
     count = len(ours.exchange.slots)
     for step in range(6):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).double()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import signal
@@ -60,9 +59,6 @@ def refusals() -> dict[str, str]:
         "sparse": lambda: ours(nn.Embedding(4, 4, sparse=True)),
         "dtypes": lambda: ours(mixed, precision="bf16"),
         "hook": lambda: model.register_comm_hook(None, lambda *_: None),
-        "join": lambda: model.join(),
-        "compiled": lambda: ours(torch.compile(nn.Linear(4, 4))),
-        "copy": lambda: copy.deepcopy(model),
         "silent": silent_optimizer.step,
         "idle": idle_optimizer.step,
         "moved": moved_optimizer.step,

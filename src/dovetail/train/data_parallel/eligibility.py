@@ -18,6 +18,7 @@ from dovetail.core.plan import MIB, Bucket, BucketKind, Plan
 from dovetail.train.integrations import check_environment
 
 from . import reducer
+from .sharded.shard_layout import check_memory
 from .tuning.trials import Tuning
 
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
@@ -104,14 +105,10 @@ def check_fit(plan: Plan, trained: dict[str, nn.Parameter]) -> None:
 
 
 def check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuses what cannot be exchanged: arguments of the wrapper, and modules that do not wait for parameters."""
+    """Refuses what cannot be exchanged: arguments of the wrapper, and optimisers inside backward."""
     for keyword, what in REFUSED.items():
         if arguments.get(keyword) is not None:
             raise Error(f"overlap: {keyword}: {what} cannot be combined with overlap='forward' or dovetail.optimizer")
-    if compiled(module):
-        raise Error("overlap: the module is compiled, and compiled code does not wait for parameters on their way")
-    if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
-        raise Error("overlap: the module is scripted, and scripted code does not wait for parameters on their way")
     if any(hasattr(p, "_in_backward_optimizers") for p in module.parameters()):
         raise Error("overlap: optimisers that run inside backward need whole gradients")
 
@@ -130,6 +127,7 @@ def check_parameters(named: NamedParameters, sparse: Sequence[bool], precision: 
             raise Error(
                 f"precision: {precision!r} is for parameters of torch.float32, got {parameter.dtype} ({name!r})"
             )
+    check_memory(named)
 
 
 def check_agreement(mine: object, group: dist.ProcessGroup) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,10 @@ from dovetail.train.recording import Recording
 from . import eligibility, reducer
 from .observe import BucketRecorder
 from .rank_watch import RankWatch
+from .sharded.compiled import begin_pass, being_compiled
 from .sharded.exchange import GradientExchange
+from .sharded.reducer_surface import ExchangeAfterJoin, convert, explained, stand_ins
+from .sharded.shard_layout import plan_of
 from .tuning.trials import Tuning
 from .tuning.tuner import Tuner
 from .tuning.tuning_report import TuningReport
@@ -142,7 +145,8 @@ class DistributedDataParallel(TorchDDP):
         eligibility.check_arguments(self.module, self._arguments)
         if reducer.comm_hook(self) is not None:
             raise Error("overlap: a communication hook reduces whole gradients; use one or the other")
-        named, find_unused = self.reduced_parameters(), bool(self.find_unused_parameters)
+        # With a static graph torch finds out by itself which parameters are not used.
+        named, find_unused = self.reduced_parameters(), bool(self.find_unused_parameters or self.static_graph)
         eligibility.check_parameters(named, self._build_params_for_reducer()[1], self.precision)
         cap = eligibility.cap_of(self._arguments)
         eligibility.check_agreement(
@@ -201,14 +205,10 @@ class DistributedDataParallel(TorchDDP):
         optimizer.move(order, buckets)
 
     def _drop_reducer(self) -> None:
-        """Takes torch's reducer, its hooks and its buckets away."""
+        """Takes torch's reducer, its hooks and its buckets away; what others ask of it is answered in its place."""
+        assert self.exchange is not None and self.logger is not None
         self._remove_autograd_hooks()
-        self.reducer = None  # type: ignore[assignment]
-        self.logger = None
-
-    def _remove_autograd_hooks(self) -> None:
-        if self.reducer is not None:
-            super()._remove_autograd_hooks()
+        self.reducer, self.logger = stand_ins(self.exchange, self.logger._get_ddp_logging_data())  # type: ignore[assignment]
 
     # torch.compile skips the frames of torch's own wrapper and compiles the module inside; so it must be with this one.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -221,13 +221,7 @@ class DistributedDataParallel(TorchDDP):
 
     def explain(self) -> str:
         """A few lines on what was measured, what was tried and what was kept."""
-        lines = [str(self.report)]
-        if self.exchange is not None and self.exchange.active and self.exchange.link_idle:
-            lines.append(f"  link      idle for {self.exchange.link_idle:.0%} of a step")
-            if self.exchange.precision_use is not None:
-                lines.append(f"  precision {self.exchange.precision_use}")
-        if self.exchange is not None and self.exchange.shares.reads:
-            lines.append(f"  gradients {self.exchange.shares}")
+        lines = [str(self.report), *(explained(self.exchange) if self.exchange is not None else ())]
         return "\n".join(lines)
 
     @property
@@ -285,11 +279,10 @@ class DistributedDataParallel(TorchDDP):
         self.sparse_metadata = global_unique_ids  # a new reducer must be told again
         super()._set_sparse_metadata(global_unique_ids)
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_with_exchange(
-            "ranks with uneven inputs (`join`) do not iterate together; give every rank as many batches"
-        )
-        return super().join(*args, **kwargs)
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if not enable and self.exchange is not None:
+            return nullcontext()  # torch's does nothing either
+        return super().join(divide_by_initial_world_size, enable, *args, **kwargs)
 
     def _refuse_with_exchange(self, why: str) -> None:
         if self.exchange is not None:
@@ -298,9 +291,15 @@ class DistributedDataParallel(TorchDDP):
     def join_hook(self, **kwargs: Any) -> Any:
         # All ranks come here together when they enter `join`; later, one without inputs would never learn of it.
         self._stop_planning("ranks with uneven inputs (`join`) do not iterate together")
-        return super().join_hook(**kwargs)
+        exchange = self.exchange
+        if exchange is None or not exchange.active:
+            return super().join_hook(**kwargs)
+        order, buckets = plan_of(exchange.buckets)
+        self.use_reducer(None)
+        return ExchangeAfterJoin(super().join_hook(**kwargs), lambda: self.use_exchange(order, buckets))
 
     def _update_process_group(self, new_process_group: Any) -> None:
+        self._refuse_with_exchange("its process group cannot change; wrap the model anew in the new one")
         self._stop_planning("the process group has changed")
         super()._update_process_group(new_process_group)
 
@@ -316,14 +315,16 @@ class DistributedDataParallel(TorchDDP):
         return self._reduced_names
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle is a module without a tuner; it keeps the bucket caps of the moment.
-        self._refuse_with_exchange(
-            "copy or store `model.module` or `model.state_dict()`; the wrapper itself cannot be copied"
-        )
+        # A copy or a pickle is a module without a tuner and without an optimiser: torch's reducer is in charge of it,
+        # with the bucket caps of the moment.
         state: dict[str, Any] = super().__getstate__()
         off = TuningReport(state="off", reason="this is a copy")
-        none = ("_tuner", "_recorder", "_rank_watch", "_reduced", "_reduced_names", "bucket_members")
-        return {**state, **dict.fromkeys(none), "_report": off}
+        own = ("_tuner", "_recorder", "_rank_watch", "bucket_members", "exchange", "_optimizer")
+        return {**state, **dict.fromkeys((*own, "_reduced", "_reduced_names")), "_report": off}
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        # What `to`, `half`, `cuda`, `share_memory`, … do.
+        return super()._apply(fn, recurse) if self.exchange is None else convert(self, self.exchange, fn)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _exchanged_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -332,8 +333,7 @@ class DistributedDataParallel(TorchDDP):
         synchronises = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
         if synchronises:
             self.forward_called = time.perf_counter()
-            exchange.arm()
-            self._looks_at_ranks()
+        begin_pass(exchange, self.module, synchronises, being_compiled(), self._looks_at_ranks)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:  # not tested on the hardware at hand

@@ -8,13 +8,20 @@ is `nn.Parameter` again. Asking for its shape, its gradient or its flags does no
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import eager_transforms, predispatch
+
+from dovetail.core.errors import Error
 
 from ..wire.lane import LaneWork
 
@@ -42,14 +49,15 @@ def _without_values() -> set[Any]:
     )
     methods = (
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "__len__"),
-        *("is_contiguous", "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook"),
-        *("register_post_accumulate_grad_hook", "__hash__", "type"),
+        *("is_contiguous", "is_floating_point", "get_device", "requires_grad_", "register_hook"),
+        *("register_post_accumulate_grad_hook", "__hash__", "type", "_is_view", "is_inference", "is_conj", "is_neg"),
     )
     setters = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
     found = {getattr(torch.Tensor, name).__get__ for name in getters if hasattr(torch.Tensor, name)}
     found |= {getattr(torch.Tensor, name).__set__ for name in setters if hasattr(torch.Tensor, name)}
     found |= {getattr(torch.Tensor, name) for name in methods if hasattr(torch.Tensor, name)}
-    return found | {torch.is_floating_point, torch.is_complex, torch.numel}
+    # Not is_complex: torch.distributed asks for it before its C++ takes the values past torch's dispatch.
+    return found | {torch.is_floating_point, torch.numel, torch._is_functional_tensor}
 
 
 WITHOUT_VALUES = _without_values()
@@ -71,6 +79,12 @@ class Arriving(nn.Parameter):
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
+    def detach(self) -> torch.Tensor:
+        settle(self)
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # nn.Parameter(p) wants the class of p back
+            return torch.Tensor._make_subclass(nn.Parameter, self.data, False)
+        return self.detach()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         settle(self)
         return self.__deepcopy__(memo)
@@ -78,6 +92,35 @@ class Arriving(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         settle(self)
         return self.__reduce_ex__(protocol)
+
+
+def _wait_for_all() -> None:
+    """Waits for everything that is on its way. Who cannot wait longer, or fails, finds that out when it is used."""
+    for arrival in list(_arrivals.values()):
+        with contextlib.suppress(Error):
+            arrival.work.wait()
+
+
+os.register_at_fork(before=_wait_for_all)  # a fork has the memory of the moment, and no thread that brings the rest
+
+
+def _settled_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and _arrivals:
+            _settle_in([*args, *kwargs.values()])
+        return function(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def watch_entrances() -> None:
+    """Lets scripted code and torch.func, which take arguments past `__torch_function__`, wait for them too."""
+    for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        kind.__call__ = _settled_first(kind.__call__)  # type: ignore[method-assign]
+    for module, name in ((eager_transforms, "_wrap_for_grad"), (predispatch, "_add_batch_dim_impl")):
+        setattr(module, name, _settled_first(getattr(module, name)))
 
 
 def expect(parameter: nn.Parameter, arrival: Arrival) -> None:

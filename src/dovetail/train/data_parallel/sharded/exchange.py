@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,18 +28,19 @@ from dovetail.core.errors import Error
 from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket
 from dovetail.core.timeline import SpanKind
-from dovetail.train.integrations import keep
 from dovetail.train.recording import SpanRecorder
 
 from ..wire import coded, ring
 from ..wire.buffers import BufferPool
 from ..wire.codec import CODECS
-from ..wire.lane import CommunicationLane, LaneWork, Run
+from ..wire.lane import CommunicationLane, LaneWork, Run, when_destroyed
 from ..wire.usage import PrecisionUse, UsageLog
-from .arriving import Arrival, expect, settle
+from . import transfers
+from .arriving import Arrival, expect, settle, watch_entrances
 from .gradients import GradientShares
+from .references import KnownReferences
 from .scattered import stand_in
-from .shard_layout import ShardedBucket, check_places, lay_out
+from .shard_layout import ShardedBucket, lay_out
 from .slot import BucketEntry, GradientSlot, GradientState, SlotEvent
 from .together import RankMeeting
 
@@ -63,7 +64,6 @@ class GradientExchange:
         buckets: Sequence[Bucket],
     ) -> None:
         self.group = ring.twin(group)
-        keep(self.group)
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self.device = named[0][1].device
         self.meeting = RankMeeting(self.group)
@@ -88,13 +88,21 @@ class GradientExchange:
         self.on_step: Callable[[], None] | None = None
         """Called at the end of every `optimizer.step()`, on all ranks at the same point: planning happens here."""
         self.recorder = SpanRecorder(name, self.rank)
+        self.read_elsewhere: list[int] = []
+        """Parameters that could be read through other references in the last step, which therefore waited for them."""
         self._flags: torch.Tensor | None = None
         self._flagging: LaneWork | None = None
         self._armed = self._begun = False
         self._next = self._iterations = 0
+        self.passes = 0
+        """Forward passes so far whose backward pass synchronises."""
+        self.compiled = 0
+        """Parameters of modules that went through torch.compile, which wait for them all before they begin."""
         self.tags = cycle(range(0, 512 * TAGS, TAGS))
         """First tags of the transfers to come, the same on all ranks."""
         held = weakref.ref(self)
+        watch_entrances()
+        when_destroyed(group, _weakly(held, "close"))
         self.slots: list[GradientSlot] = []
         self._handles = []
         self._nodes: list[Node] = []
@@ -120,6 +128,7 @@ class GradientExchange:
             parameters = [s.parameter for s in self.slots]
             self.buckets = lay_out(parameters, order, buckets, ranks=self.ranks, rank=self.rank)
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
+        self._references = KnownReferences(self.buckets, [s.name for s in self.slots])
         self._buffers = BufferPool()
         self._usage.forget()
 
@@ -135,6 +144,7 @@ class GradientExchange:
         for slot in self.slots:
             slot.on(SlotEvent.ARM)
         self.stamps = []
+        self.passes += 1
         self._armed, self._begun, self._next = True, False, 0
 
     def reduced(self) -> Iterator[ShardedBucket]:
@@ -154,14 +164,17 @@ class GradientExchange:
 
     def gather(self, touched: Collection[int], *, first: bool = True) -> None:
         """Queues the all-gathers of these buckets, which run behind what comes next; `first`: of this iteration."""
-        check_places(self.buckets, [s.name for s in self.slots])
+        self._references.check_places()
+        self.read_elsewhere = self._references.read_elsewhere()
         torch.autograd.graph.increment_version([s.parameter for s in self.slots])
         if first:
             self.uses, self._coming_uses = self._coming_uses, []
         uses = self._coming_uses if self._stamping else None
         for bucket in reversed(self.buckets):
             if bucket.kind == "split" and bucket.number in touched:
-                gathering = self._submit("all-gather", bucket, self._gathering(bucket))
+                coder, tag = self.coders.get(bucket.precision), next(self.tags)
+                run = transfers.gathering(bucket, self._buffers, coder, self.group, tag)
+                gathering = self._submit("all-gather", bucket, run)
                 for i in bucket.members:
                     expect(self.slots[i].parameter, Arrival(gathering, i, uses))
 
@@ -172,6 +185,8 @@ class GradientExchange:
 
     def after_step(self, began: float, *, last: bool = True) -> None:
         """Called at the end of `optimizer.step()`, on all ranks; the model's `last` optimiser ends the iteration."""
+        for index in self.read_elsewhere:
+            settle(self.slots[index].parameter)
         self.meeting.end_step()
         if not last:
             return
@@ -191,9 +206,19 @@ class GradientExchange:
             return self.slots[index].parameter.grad is not None
         return self.slots[index].look() is GradientState.REDUCED
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a backward pass that synchronises has begun, and some gradients have not come yet."""
+        return self._armed and self._begun
+
     def communicate(self, what: str, run: Run) -> None:
         """Runs a transfer on the lane, behind all that is queued, and waits for it."""
         self.lane.submit(what, run).wait()
+
+    def close(self) -> None:
+        """Ends communication for good once all that is queued is done; its thread and its sockets go."""
+        self.lane.finish()
+        self.group = cast(dist.ProcessGroup, None)
 
     @property
     def link_idle(self) -> float:
@@ -207,7 +232,7 @@ class GradientExchange:
         if not fewer:
             return None
         sent = sum(b.bytes for b in self.buckets if b.lost is None)
-        sent += sum(self.coders[b.precision].codec.wire_bytes(b.values.numel()) for b in fewer)
+        sent += sum(self.coders[b.precision].codec.wire_bytes(b.elements) for b in fewer)
         share = sent / sum(b.bytes for b in self.buckets)
         error = max(self.coders[b.precision].error for b in fewer)
         return PrecisionUse(len(fewer), share=share, codec=self._usage.codec, error=error)
@@ -280,54 +305,16 @@ class GradientExchange:
         """The reduction of a bucket that is full now."""
         onto = {i for i in bucket.members if self.slots[i].state.entry is BucketEntry.ONTO}
         standing, bucket.standing = bucket.standing, {}
-        lost, group, tag = bucket.lost, self.group, next(self.tags)
-        coder = None if lost is None else self.coders[bucket.precision]
-
-        bucket.open(self._buffers)  # it has no memory yet if it holds nothing but empty parameters
-        flat, buffers = bucket.gradients, self._buffers
-        assert flat is not None
-
-        def whole() -> ring.Transfer:
-            if lost is None or coder is None:
-                yield from ring.all_reduce(flat, group, tag=tag)
-            else:
-                yield from coded.all_reduce(flat, lost.contribution, lost.owned, coder, group, tag=tag)
-            for i, before in standing.items():
-                bucket.place(i).add_(before)
-
-        def split() -> ring.Transfer:
-            if lost is None or coder is None:
-                yield from ring.reduce_scatter(flat, group, tag=tag)
-            else:
-                yield from coded.reduce_scatter(flat, lost.contribution, coder, group, tag=tag)
-            mine = flat[bucket.first : bucket.first + bucket.share.numel()]
-            if not onto:
-                bucket.share.copy_(mine)
-            else:
-                for piece in bucket.pieces:
-                    if piece.index not in onto:
-                        piece.gradient.zero_()
-                bucket.share.add_(mine)
-            bucket.close(buffers)
-
-        return whole if bucket.kind == "whole" else split
-
-    def _gathering(self, bucket: ShardedBucket) -> Run:
-        """The all-gather of a split bucket's new values."""
-        lost, master, group, tag = bucket.lost, bucket.master, self.group, next(self.tags)
-        if lost is None or master is None:
-            return lambda: ring.all_gather(bucket.values, group, tag=tag)
-        coder = self.coders[bucket.precision]
-        return lambda: coded.all_gather(bucket.values, master, lost.owned, coder, group, tag=tag)
+        coder = self.coders.get(bucket.precision)
+        return transfers.reducing(bucket, onto, standing, self._buffers, coder, self.group, next(self.tags))
 
     def _exact_values(self) -> None:
         """Gives all ranks the masters' exact values of buckets that travel in fewer bytes, before those end."""
         for bucket in self.buckets:
-            if bucket.master is not None and bucket.lost is not None:
+            if bucket.master is not None:
                 with torch.no_grad():
-                    bucket.mine.add_(bucket.lost.owned)
-                transfer = ring.all_gather(bucket.values, self.group, tag=next(self.tags))
-                self.communicate("the exact values", _already(transfer))
+                    run = transfers.gathering_exactly(bucket, self._buffers, self.group, next(self.tags))
+                self.communicate("the exact values", run)
 
     def _submit(self, what: str, bucket: ShardedBucket, run: Run) -> LaneWork:
         work = self.lane.submit(f"the {what} of bucket {bucket.number}", run)
@@ -387,14 +374,10 @@ class GradientExchange:
         self._flags = None
 
 
-def _already(transfer: ring.Transfer) -> Run:
-    return lambda: transfer
-
-
-def _weakly(held: weakref.ref[GradientExchange], method: str, index: int) -> Callable[..., None]:
+def _weakly(held: weakref.ref[GradientExchange], method: str, *given: int) -> Callable[..., None]:
     # Parameters hold their hooks: hooks that held the exchange would keep the model for ever.
     def call(*_: Any) -> None:
         if (exchange := held()) is not None:
-            getattr(exchange, method)(index)
+            getattr(exchange, method)(*given)
 
     return call

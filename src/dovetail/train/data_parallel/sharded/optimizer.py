@@ -344,8 +344,8 @@ class ShardedOptimizer(Optimizer):
     def _update(self, bucket: ShardedBucket) -> None:
         began, shell = time.perf_counter(), self._shells[bucket.number]
         self._follow(shell)
-        if bucket.master is not None and bucket.lost is not None:
-            torch.add(bucket.mine, bucket.lost.owned, out=bucket.master)
+        if bucket.master is not None:
+            bucket.renew_master()
         for piece in bucket.pieces:
             piece.values.grad = self._gradient(piece) if self._group_of(piece.index) is not None else None
         shell.step()

@@ -117,7 +117,7 @@ def _gather(
 ) -> torch.Tensor:
     """One kind of state of a whole bucket; zero where a parameter has none."""
     assert len(dtypes) == 1, "one kind of state has one dtype"
-    out = torch.zeros(bucket.values.numel(), dtype=dtypes.pop(), device=exchange.device)
+    out = torch.zeros(bucket.elements, dtype=dtypes.pop(), device=exchange.device)
     for piece in bucket.pieces:
         if key in mine.get(piece.index, {}):
             at = bucket.offsets[piece.index] + piece.start

@@ -70,7 +70,8 @@ class ScatteredGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if function in WITHOUT_VALUES or function is torch.Tensor.detach_:
+        # torch.compile describes gradients too, down to their storage, which is one zero.
+        if function in WITHOUT_VALUES or function in (torch.Tensor.detach_, torch.Tensor.untyped_storage):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if function is torch.Tensor.__repr__:
@@ -103,7 +104,7 @@ def stand_in(
 ) -> ScatteredGradient:
     """A stand-in for `.grad` of this parameter, which has this number."""
     empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    made: ScatteredGradient = empty.as_subclass(ScatteredGradient)
+    made = torch.Tensor._make_subclass(ScatteredGradient, empty, False)
     made.of, made.number, made.shares_of = name, index, shares_of
     return made
 
@@ -111,7 +112,7 @@ def stand_in(
 def renewed(gradient: ScatteredGradient) -> ScatteredGradient:
     """A stand-in for the next gradient of the parameter: whoever has kept this one must not read that one from it."""
     with torch._C.DisableTorchFunctionSubclass():
-        made: ScatteredGradient = gradient.expand(gradient.shape).as_subclass(ScatteredGradient)
+        made = torch.Tensor._make_subclass(ScatteredGradient, gradient, False)
     made.of, made.number, made.shares_of = gradient.of, gradient.number, gradient.shares_of
     gradient.shares_of = _gone
     return made

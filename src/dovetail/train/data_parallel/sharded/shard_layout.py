@@ -1,9 +1,9 @@
-"""Where parameters and gradients are in memory: flat buckets, which every rank updates whole or one n-th of.
+"""Which elements travel together and who updates them: buckets, which every rank updates whole or one n-th of.
 
-A bucket holds the values of its parameters end to end in one tensor, padded so that n ranks can share it out evenly;
-the parameters are views of it. Their gradients have a tensor of the same form. Of a split bucket rank r's share is the
-r-th of n equal parts. It covers pieces of a few parameters: the rank gets the summed gradients of these pieces and
-updates them. Of a whole bucket every rank's share is all of it.
+Every parameter stays in its own memory, so whatever refers to it stays valid. A bucket is the parameters' elements end
+to end, padded so that n ranks can share them out evenly; it has memory of that form only while it travels. Of a split
+bucket rank r's share is the r-th of n equal parts. It covers pieces of a few parameters: the rank gets the summed
+gradients of these pieces and updates them where the parameters are. Of a whole bucket every rank's share is all of it.
 
 A bucket that travels in fewer bytes keeps what was lost on the way and adds it the next time: of this rank's
 contributions, and of what this rank sends as the owner of its n-th.
@@ -11,8 +11,11 @@ contributions, and of what this rank sends as the owner of its n-th.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -34,7 +37,7 @@ class ShardPiece:
     start: int
     stop: int
     values: torch.Tensor
-    """The elements that the optimiser updates, one-dimensional."""
+    """The elements that the optimiser updates, one-dimensional: a view of the parameter, or of the bucket's master."""
     gradient: torch.Tensor
     """The gradient of these elements, summed over ranks."""
 
@@ -57,20 +60,22 @@ class ShardedBucket:
     kind: BucketKind
     precision: Precision
     members: tuple[int, ...]
-    values: torch.Tensor
+    elements: int
+    """Elements of all members, and the padding."""
     gradients: torch.Tensor | None
-    """This rank's gradients, end to end as the values are; of a whole bucket, afterwards the reduced ones. A split
-    bucket has them only from the first gradient of a pass until they are reduced."""
+    """This rank's gradients, end to end; of a whole bucket, afterwards the reduced ones. A split bucket has them only
+    from the first gradient of a pass until they are reduced."""
     share: torch.Tensor
     """The reduced gradients that this rank has: its n-th, or all of them (`gradients` itself) of a whole bucket."""
     first: int
     """Index of the first element of the share."""
     master: torch.Tensor | None
-    """Of a split bucket in fewer bytes: this rank's n-th as the optimiser updates it. Else that is part of `values`."""
+    """Of a split bucket in fewer bytes: this rank's n-th as the optimiser updates it. The parameters hold what all
+    ranks have. Else the optimiser updates the parameters themselves."""
     lost: LostParts | None
     parameters: dict[int, nn.Parameter]
-    pointers: dict[int, int]
-    """Address of each member's values: the parameter must still be there when new values arrive."""
+    memory: dict[int, torch.Tensor]
+    """Each member's own memory, one-dimensional."""
     offsets: dict[int, int]
     pieces: tuple[ShardPiece, ...]
     missing: int = 0
@@ -87,7 +92,7 @@ class ShardedBucket:
     def open(self, buffers: BufferPool) -> None:
         """Gets memory for the gradients, if it has none."""
         if self.gradients is None:
-            self.gradients = buffers.take(self.values.shape, self.values.dtype, self.values.device)
+            self.gradients = buffers.take(self.elements, self.share.dtype, self.share.device)
             self.gradients[self.filled :].zero_()  # the padding travels too
 
     def close(self, buffers: BufferPool) -> None:
@@ -96,6 +101,47 @@ class ShardedBucket:
             buffers.give(self.gradients)
             self.gradients = None
 
+    @contextmanager
+    def travelling(self, buffers: BufferPool) -> Iterator[torch.Tensor]:
+        """Memory for the values, end to end, for the time of the block; the padding is zero."""
+        with buffers.lend(self.elements, self.share.dtype, self.share.device) as flat:
+            flat[self.filled :].zero_()
+            yield flat
+
+    def pack(self, flat: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Copies elements [start, stop) of the bucket, by default all, from the parameters into `flat`."""
+        spans = list(self._spans(start, self.elements if stop is None else stop))
+        if spans:
+            torch._foreach_copy_([flat[low:high] for _, low, high in spans], [m for m, _, _ in spans])
+
+    def unpack(self, flat: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """The reverse of `pack`: copies from `flat` into the parameters."""
+        spans = list(self._spans(start, self.elements if stop is None else stop))
+        if spans:
+            torch._foreach_copy_([m for m, _, _ in spans], [flat[low:high] for _, low, high in spans])
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """(part of a member's memory, its first element and the one behind its last in the bucket), member by member.
+
+        Together they are elements [start, stop) but for the padding.
+        """
+        first = bisect_right(self.members, start, key=self.offsets.__getitem__) - 1
+        for i in self.members[max(first, 0) :]:
+            at = self.offsets[i]
+            if at >= stop:
+                return
+            memory = self.memory[i]
+            low, high = max(at, start), min(at + memory.numel(), stop)
+            if low < high:
+                yield memory[low - at : high - at], low, high
+
+    def renew_master(self) -> None:
+        """Brings `master` to the exact values: what all ranks have, and what the codec has lost of this rank's n-th."""
+        assert self.master is not None and self.lost is not None
+        for piece in self.pieces:
+            piece.values.copy_(self.memory[piece.index][piece.start : piece.stop])
+        self.master.add_(self.lost.owned)
+
     @property
     def filled(self) -> int:
         """Elements without the padding."""
@@ -103,21 +149,16 @@ class ShardedBucket:
 
     @property
     def bytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
-
-    @property
-    def mine(self) -> torch.Tensor:
-        """This rank's share of the values."""
-        return self.values[self.first : self.first + self.share.numel()]
+        return self.elements * self.share.element_size()
 
 
 def lay_out(
     parameters: Sequence[nn.Parameter], order: Sequence[int], buckets: Sequence[Bucket], *, ranks: int, rank: int
 ) -> list[ShardedBucket]:
-    """Moves the parameters into buckets: `order` names them in gradient-ready order, in which `buckets` count.
+    """Puts the parameters into buckets: `order` names them in gradient-ready order, in which `buckets` count.
 
-    Every Parameter object stays the same; only its memory changes. A bucket whose parameters have several dtypes
-    becomes one for each of them.
+    The parameters and their memory stay as they are. A bucket whose parameters have several dtypes becomes one for each
+    of them.
     """
     assert sorted(order) == list(range(len(parameters))) and buckets[-1].stop == len(order)
     uniform: list[tuple[list[int], Bucket]] = []
@@ -132,66 +173,88 @@ def lay_out(
 def _bucket(
     number: int, members: list[int], plan: Bucket, parameters: Sequence[nn.Parameter], ranks: int, rank: int
 ) -> ShardedBucket:
-    like = parameters[members[0]]
+    like = parameters[members[0]].data
     elements = ring.padded(sum(parameters[i].numel() for i in members), ranks)
-    values = torch.zeros(elements, dtype=like.dtype, device=like.device)
     gradients, width, first, master, lost = None, elements, 0, None, None
     if plan.kind == "split":
         width = elements // ranks
-        first, share = rank * width, torch.zeros(width, dtype=like.dtype, device=like.device)
+        first, share = rank * width, like.new_zeros(width)
     else:
-        share = gradients = torch.zeros_like(values)
+        share = gradients = like.new_zeros(elements)
     if plan.precision != "full" and ranks > 1:
-        lost = LostParts(torch.zeros_like(values), torch.zeros(elements // ranks, dtype=like.dtype, device=like.device))
+        lost = LostParts(like.new_zeros(elements), like.new_zeros(elements // ranks))
         master = torch.zeros_like(share) if plan.kind == "split" else None
-    updated = values[first : first + width] if master is None else master
-    pointers, offsets, pieces, at = {}, {}, [], 0
+    memory, offsets, pieces, at = {}, {}, [], 0
     for i in members:
         parameter = parameters[i]
-        place = _same_form(values, parameter, at)
-        place.copy_(parameter.data)
-        parameter.data = place
-        pointers[i], offsets[i] = place.data_ptr(), at
+        memory[i], offsets[i] = own_memory(parameter), at
         low, high = max(at, first), min(at + parameter.numel(), first + width)
         # Some rank must have the state of a parameter without elements, as torch's optimisers do.
         empty = not parameter.numel() and (plan.kind == "whole" or rank == 0)
         if low < high or empty:
-            here = slice(low - first, max(low, high) - first)
-            pieces.append(ShardPiece(i, low - at, max(low, high) - at, updated[here], share[here]))
+            high = max(low, high)
+            here, there = slice(low - first, high - first), slice(low - at, high - at)
+            values = memory[i][there].data if master is None else master[here]
+            pieces.append(ShardPiece(i, there.start, there.stop, values, share[here]))
         at += parameter.numel()
     return ShardedBucket(
         number=number,
         kind=plan.kind,
         precision=plan.precision,
         members=tuple(members),
-        values=values,
+        elements=elements,
         gradients=gradients,
         share=share,
         first=first,
         master=master,
         lost=lost,
         parameters={i: parameters[i] for i in members},
-        pointers=pointers,
+        memory=memory,
         offsets=offsets,
         pieces=tuple(pieces),
         missing=len(members),
     )
 
 
-def check_places(buckets: Sequence[ShardedBucket], names: Sequence[str]) -> None:
-    """Refuses parameters that no longer are views of their bucket; `names` are those of all parameters."""
-    for bucket in buckets:
-        for i, pointer in bucket.pointers.items():
-            if bucket.parameters[i].data_ptr() != pointer:
-                raise Error(
-                    f"overlap: {names[i]!r} has new memory since the model was wrapped; move or convert a model before "
-                    "it is wrapped, and change values in place (p.data.copy_(…))"
-                )
+def plan_of(buckets: Sequence[ShardedBucket]) -> tuple[list[int], list[Bucket]]:
+    """The reverse of `lay_out`: (indices of the parameters in gradient-ready order, buckets that count in it)."""
+    order = [i for bucket in buckets for i in bucket.members]
+    stops = accumulate(len(bucket.members) for bucket in buckets)
+    return order, [
+        Bucket(start=stop - len(b.members), stop=stop, bytes=b.bytes, kind=b.kind, precision=b.precision)
+        for b, stop in zip(buckets, stops, strict=True)
+    ]
+
+
+def check_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuses parameters whose elements do not fill a memory of their own: pieces of them could not be updated."""
+    taken: list[tuple[int, int, str]] = []
+    for name, parameter in named:
+        if tuple(parameter.stride()) != strides(parameter):
+            raise Error(
+                f"overlap: {name!r} has strides {tuple(parameter.stride())}, which leave gaps in its memory or use it "
+                "twice; expected a dense parameter (make it from tensor.contiguous())"
+            )
+        if parameter.numel():
+            at = parameter.data_ptr()
+            taken.append((at, at + parameter.numel() * parameter.element_size(), name))
+    taken.sort()
+    for (_, end, name), (start, _, other) in pairwise(taken):
+        if start < end:
+            raise Error(f"overlap: {name!r} and {other!r} share memory; expected one Parameter that both modules have")
 
 
 def _same_form(flat: torch.Tensor, parameter: torch.Tensor, at: int) -> torch.Tensor:
     """The elements of `flat` from `at` on, with the shape of `parameter` and, if that has no gaps, its strides."""
     return torch.as_strided(flat, parameter.size(), strides(parameter), flat.storage_offset() + at)
+
+
+def own_memory(parameter: nn.Parameter) -> torch.Tensor:
+    """The parameter's elements in the order of its memory.
+
+    `.data` has a version of its own and no base: nothing but this tensor holds the memory (`references.py` counts).
+    """
+    return torch.as_strided(parameter.data, (parameter.numel(),), (1,), parameter.storage_offset()).data
 
 
 def strides(parameter: torch.Tensor) -> tuple[int, ...]:

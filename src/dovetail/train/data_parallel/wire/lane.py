@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dovetail.core.errors import Error, first_line
 from dovetail.core.network import CollectiveName
@@ -72,9 +73,10 @@ _Queued = tuple[LaneWork, Run, Any]
 class CommunicationLane:
     """Runs work in order on a thread of its own. When one fails, all behind it fail too.
 
-    `patience` is how many seconds the end of the process, or of `group`, waits for what is queued. When another rank is
-    lost, the running work fails at the latest after the group's time-out, and all behind it fail at once. `idle` is
-    called by the thread while it has nothing to do, once in IDLE seconds.
+    The thread ends when nobody holds the lane any more, at the end of the process, or with `finish`: in each case what
+    is queued is done first, for which the last two wait at most `patience` seconds. When another rank is lost, the
+    running work fails at the latest after the group's time-out, and all behind it fail at once. `idle` is called by the
+    thread while it has nothing to do, once in IDLE seconds.
     """
 
     def __init__(
@@ -92,10 +94,11 @@ class CommunicationLane:
         self._thread = threading.Thread(target=_run, args=args, name="dovetail-lane", daemon=True)
         self._device = device
         self._use = use
-        finish = functools.partial(_finish, self._thread, self._queue, patience)
+        self.finish = functools.partial(_finish, self._thread, self._queue, patience)
+        """Lets the queued work end, and then the thread."""
         _finish_at_exit()
-        _finishes[self._thread] = finish
-        _finish_before_shutdown(group, finish)
+        _finishes[self._thread] = self.finish
+        _finish_before_shutdown(group, self.finish)
         self._thread.start()
         weakref.finalize(self, self._queue.put, None)  # the thread must not outlive its owner
 
@@ -271,6 +274,18 @@ def _finish_at_exit() -> None:
         _registered = os.getpid()
         atexit.register(_finish_all)
         Finalize(None, _finish_all, exitpriority=0)  # forks by multiprocessing end without atexit
+
+
+def when_destroyed(group: dist.ProcessGroup, act: Callable[[], None]) -> None:
+    """Calls `act` once, when `destroy_process_group()` takes this group from torch's registry."""
+    registry = distributed_c10d._world.pg_group_ranks
+    if not isinstance(registry[group], RegistryEntry):
+        registry[group] = RegistryEntry(registry[group])
+    weakref.finalize(registry[group], act).atexit = False
+
+
+class RegistryEntry(dict[int, int]):
+    """The ranks of a group as torch keeps them, in a dictionary of which one can know when torch drops it."""
 
 
 def _finish_before_shutdown(group: dist.ProcessGroup, finish: Callable[[], None]) -> None:

@@ -33,8 +33,10 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
 
 from dovetail.core.network import CollectiveName
+from dovetail.train.integrations import keep
 
 from .buffers import SCRATCH
 
@@ -56,18 +58,34 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDi
 def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A second group of the same ranks, backend and time-out, so that its messages never mix with other collectives.
 
-    All ranks of `group` call it together.
+    All ranks of `group` call it together. A gloo group made here is not in torch's registry, so its threads and sockets
+    are gone when nobody holds it any more. (gloo's threads need Python's lock for torch's collectives only, and here
+    are only messages: see `integrations.keep` for what else could happen.)
     """
     group = group or dist.group.WORLD
     assert group is not None, "there is a process group"
-    made = dist.new_group(
-        ranks=dist.get_process_group_ranks(group),
-        timeout=_timeout(group),
-        backend=dist.get_backend(group),
-        use_local_synchronization=True,
-    )
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    backend = dist.get_backend(group)
+    if backend != dist.Backend.GLOO or type(group) is not dist.ProcessGroup:
+        made = dist.new_group(
+            ranks=dist.get_process_group_ranks(group),
+            timeout=_timeout(group),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+        assert isinstance(made, dist.ProcessGroup)
+        keep(made)
+        return made
+    shared, rank, ranks = group.get_group_store(), group.rank(), group.size()
+    # Every rank counts its own, in the same order: so all come to the same name, and to a new one each time.
+    store = PrefixStore(f"dovetail/{shared.add(f'dovetail/{rank}', 1)}", shared)
+    alone = dist.ProcessGroup(store, rank, ranks)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    alone._set_default_backend(kind)
+    messages = dist.ProcessGroupGloo(store, rank, ranks, timeout=_timeout(group) or default_pg_timeout)
+    for device in ("cpu", "cuda"):
+        alone._register_backend(torch.device(device), kind, messages)
+    _backends[alone] = backend
+    return alone
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

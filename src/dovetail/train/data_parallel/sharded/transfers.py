@@ -1,0 +1,98 @@
+"""How buckets travel: what the lane runs for one bucket.
+
+A bucket gets flat memory when its transfer begins and gives it back at the end. The elements that an all-gather brings
+are copied into the parameters as they arrive, on the lane's thread, while the link carries the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from ..wire import coded, ring
+from ..wire.buffers import BufferPool
+from ..wire.coded import Coder
+from ..wire.lane import Run
+from .shard_layout import ShardedBucket
+
+
+def reducing(
+    bucket: ShardedBucket,
+    onto: set[int],
+    standing: Mapping[int, torch.Tensor],
+    buffers: BufferPool,
+    coder: Coder | None,
+    group: dist.ProcessGroup,
+    tag: int,
+) -> Run:
+    """The all-reduce of a whole bucket that is full now, or the reduce-scatter of a split one.
+
+    What is reduced replaces what the bucket had, but for the members in `onto`, to which it is added; of a whole bucket
+    `standing` holds what these had.
+    """
+    bucket.open(buffers)  # it has no memory yet if it holds nothing but empty parameters
+    flat, lost = bucket.gradients, bucket.lost
+    assert flat is not None
+
+    def whole() -> ring.Transfer:
+        if lost is None or coder is None:
+            yield from ring.all_reduce(flat, group, tag=tag)
+        else:
+            yield from coded.all_reduce(flat, lost.contribution, lost.owned, coder, group, tag=tag)
+        for i, before in standing.items():
+            bucket.place(i).add_(before)
+
+    def split() -> ring.Transfer:
+        if lost is None or coder is None:
+            yield from ring.reduce_scatter(flat, group, tag=tag)
+        else:
+            yield from coded.reduce_scatter(flat, lost.contribution, coder, group, tag=tag)
+        mine = flat[bucket.first : bucket.first + bucket.share.numel()]
+        if not onto:
+            bucket.share.copy_(mine)
+        else:
+            for piece in bucket.pieces:
+                if piece.index not in onto:
+                    piece.gradient.zero_()
+            bucket.share.add_(mine)
+        bucket.close(buffers)
+
+    return whole if bucket.kind == "whole" else split
+
+
+def gathering(
+    bucket: ShardedBucket, buffers: BufferPool, coder: Coder | None, group: dist.ProcessGroup, tag: int
+) -> Run:
+    """The all-gather of a split bucket's new values."""
+    lost, master = bucket.lost, bucket.master
+    if lost is None or master is None or coder is None:
+        return _values_of_owners(bucket, buffers, group, tag)
+
+    def run() -> ring.Transfer:
+        with bucket.travelling(buffers) as flat:
+            bucket.pack(flat)
+            yield from coded.all_gather(flat, master, lost.owned, coder, group, tag=tag)
+            bucket.unpack(flat)
+
+    return run
+
+
+def gathering_exactly(bucket: ShardedBucket, buffers: BufferPool, group: dist.ProcessGroup, tag: int) -> Run:
+    """The all-gather of what the masters of a bucket in fewer bytes exactly are."""
+    bucket.renew_master()
+    for piece in bucket.pieces:
+        bucket.memory[piece.index][piece.start : piece.stop].copy_(piece.values)
+    return _values_of_owners(bucket, buffers, group, tag)
+
+
+def _values_of_owners(bucket: ShardedBucket, buffers: BufferPool, group: dist.ProcessGroup, tag: int) -> Run:
+    """Gives all ranks what the parameters hold on the ranks that own each n-th."""
+
+    def run() -> ring.Transfer:
+        with bucket.travelling(buffers) as flat:
+            bucket.pack(flat, bucket.first, bucket.first + bucket.share.numel())
+            yield from ring.all_gather(flat, group, tag=tag, arrived=lambda a, b: bucket.unpack(flat, a, b))
+
+    return run
