@@ -19,6 +19,9 @@ from tests.paths import EXAMPLES
 
 from .test_integrations import plan_for
 
+running: list[str] = []
+"""The mode that runs now."""
+
 Results = dict[str, dict[str, list[float]]]
 """Case → mode → losses, and the sum of all parameters where the library hands the model out."""
 
@@ -44,6 +47,7 @@ def in_every_mode(modes: list[str], cases: dict[str, Callable[[str], list[float]
     for case, run in cases.items():
         results[case] = {}
         for mode in modes:
+            running[:] = [mode]
             results[case][mode] = run(mode)
             gc.collect()  # trainers are full of cycles
             dist.barrier()
@@ -54,7 +58,12 @@ def with_lightning(modes: list[str]) -> Results:
     digits, folder = example("lightning_digits"), shared_folder()
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
 
-    class ByHand(digits.Digits):  # type: ignore[misc, name-defined]
+    class Looking(digits.Digits):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self) -> None:
+            super().on_train_epoch_end()
+            expect_wrapper(running[0], self.trainer.strategy.model)
+
+    class ByHand(Looking):
         """Manual optimisation: Lightning then prepares DDP's reducer itself, before each backward pass."""
 
         def __init__(self) -> None:
@@ -68,17 +77,15 @@ def with_lightning(modes: list[str]) -> Results:
             optimizer.step()
 
     def by_hand(mode: str) -> list[float]:
-        own, digits.Digits = digits.Digits, ByHand
-        try:
-            return list(digits.train(mode, 2)[0])
-        finally:
-            digits.Digits = own
+        digits.Digits = ByHand
+        return list(digits.train(mode, 2)[0])
 
     def resumed(mode: str) -> list[float]:
         path = str(Path(folder, f"{mode}.ckpt"))
         first, _ = digits.train(mode, 1, store=path)
         return [*first, *digits.train(mode, 2, resume=path)[0]]
 
+    digits.Digits = Looking
     together = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "precision": "bf16-mixed"}
     return in_every_mode(
         modes,
@@ -120,11 +127,18 @@ def with_fabric(modes: list[str]) -> Results:
     digits, folder = example("fabric_digits"), shared_folder()
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
 
+    class Looking(digits.Fabric):  # type: ignore[misc, name-defined]
+        def setup(self, *args: Any, **kwargs: Any) -> Any:
+            made = super().setup(*args, **kwargs)
+            expect_wrapper(running[0], made[0]._forward_module)
+            return made
+
     def resumed(mode: str) -> list[float]:
         path = str(Path(folder, f"{mode}.ckpt"))
         first, _ = digits.train(mode, 1, store=path)
         return [*first, *digits.train(mode, 2, resume=path)[0]]
 
+    digits.Fabric = Looking
     return in_every_mode(
         modes,
         {

@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 from . import library_scenarios as scenarios
 
 PLAIN = ["ddp", "dovetail"]
+BOTH = [*PLAIN, "dovetail_overlap"]
 
 
 @pytest.mark.parametrize(
@@ -37,9 +38,10 @@ PLAIN = ["ddp", "dovetail"]
 def test_losses_are_those_without_dovetail(scenario: Callable[..., scenarios.Results], package: str) -> None:
     pytest.importorskip("sklearn", reason="needs dovetail-train[examples]")
     pytest.importorskip(package, reason="needs dovetail-train[examples]")
-    for results in run_ranks(scenario, modes=PLAIN):
+    for results in run_ranks(scenario, modes=BOTH):
         for case, losses in results.items():
             assert losses["dovetail"] == losses["ddp"], case
+            assert losses["dovetail_overlap"] == pytest.approx(losses["ddp"], rel=1e-4), case
             assert len(losses["ddp"]) >= 2 and losses["ddp"][0] > 0
 
 
@@ -103,11 +105,12 @@ def test_ray_train_has_the_same_losses_accumulated_clipped_in_bf16_and_resumed(r
         "OMP_NUM_THREADS": "1",
     }
     (page,) = [b.text for b in blocks(ROOT / "docs" / "integrations.md") if "ray_train import prepare_model" in b.text]
-    command = [sys.executable, "-c", RAY, page, *PLAIN]
+    command = [sys.executable, "-c", RAY, page, *BOTH]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **own}, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["dovetail"][0] == found["ddp"][0] and len(found["ddp"][0]) == 2
+    assert found["dovetail_overlap"][0] == pytest.approx(found["ddp"][0], rel=1e-4)
     assert found["dovetail"][1].startswith("dovetail: ") and found["ddp"][1] == ""
     assert found["page"] == [found["planned"], "dovetail.train.data_parallel.module", "shard"]
 

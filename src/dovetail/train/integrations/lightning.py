@@ -41,6 +41,7 @@ class TrainerStrategy:
 
     _ddp_kwargs: dict[str, Any]
     model: Any
+    lightning_module: Any
     optimizers: list[Any]
     _explained = "dovetail: no model was trained with this strategy yet"
 
@@ -57,8 +58,15 @@ class TrainerStrategy:
         """A few lines on what was measured, what was tried and what was kept."""
         return self.model.explain() if hasattr(self.model, "explain") else self._explained
 
+    def pre_backward(self, closure_loss: Any) -> None:
+        # Manual optimisation: Lightning prepares torch's reducer here. Without one, forward has prepared everything.
+        if getattr(self.model, "reducer", self) is not None:
+            super().pre_backward(closure_loss)  # type: ignore[misc]
+
     def teardown(self) -> None:
         self._explained = self.explain()
+        if self._ddp_kwargs.get("overlap"):
+            self.model = self.lightning_module  # Lightning would ask torch's reducer for advice first
         super().teardown()  # type: ignore[misc]
 
 
