@@ -41,18 +41,22 @@ class Normalised(torch.optim.SGD):
 
 
 def subclassed() -> dict[str, Any]:
-    """A subclass that keeps torch's step, and one that does not."""
+    """A subclass that keeps torch's step, and one whose step needs whole gradients; whether they have owners."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch changes the class when its first one is made
-    pairs = both(Tuned)
+    pairs, normalised = both(Tuned), both(lambda parameters: Normalised(parameters, lr=0.1))
     for step in range(4):
-        for model, opt in pairs:
+        for model, opt in [*pairs, *normalised]:
             opt.zero_grad()
             loss(model, step).backward()
             opt.step()
+        for _, opt in pairs:
             opt.halve()
-    other = dovetail.DistributedDataParallel(nn.Linear(2, 2), overlap="forward")
-    said = refusal(lambda: dovetail.optimizer(Normalised(other.parameters(), lr=0.1), other))
-    return {"difference": difference(pairs[1][0], pairs[0][0]), "said": said}
+    return {
+        "difference": difference(pairs[1][0], pairs[0][0]),
+        "normalised": difference(normalised[1][0], normalised[0][0]),
+        "owners": [len(model.exchange.owners) for model in (pairs[1][0], normalised[1][0])],
+        "parameters": len(pairs[1][0].exchange.slots),
+    }
 
 
 def _two(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -51,7 +51,6 @@ def refusals() -> dict[str, str]:
     moved.module.weight.data = moved.module.weight.data.clone()
     acts: dict[str, Callable[[], Any]] = {
         "lbfgs": lambda: dovetail.optimizer(torch.optim.LBFGS(other.parameters()), other),
-        "adafactor": lambda: dovetail.optimizer(torch.optim.Adafactor(other.parameters()), other),
         "twice": lambda: dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model),
         "several": lambda: dovetail.optimizer(torch.optim.SGD(other.parameters(), lr=0.1), [model, other]),
         "plain model": lambda: dovetail.optimizer(held, nn.Linear(2, 2)),

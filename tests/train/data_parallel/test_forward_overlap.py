@@ -177,8 +177,7 @@ def test_state_is_stored_as_torch_stores_it_for_any_number_of_ranks(two: Runs, f
 
 
 SAID = {
-    "lbfgs": "LBFGS may need whole parameters",
-    "adafactor": "Adafactor may need whole parameters",
+    "lbfgs": "LBFGS cannot be shared out by parameters",
     "twice": "in another optimiser already",
     "several": "expected one model, got several",
     "plain model": "wrapped with dovetail.DistributedDataParallel",

@@ -33,10 +33,10 @@ def two() -> Runs:
     return lambda name: [rank[list(CALLS).index(name)] for rank in reports]
 
 
-def test_a_subclass_is_taken_if_it_leaves_the_arithmetic_alone(two: Runs) -> None:
+def test_a_subclass_that_leaves_the_arithmetic_alone_is_cut_and_another_gets_whole_parameters(two: Runs) -> None:
     for found in two("subclassed"):
-        assert found["difference"] < CLOSE
-        assert "Normalised may need whole parameters" in found["said"] and "\n" not in found["said"]
+        assert found["difference"] < CLOSE and found["normalised"] < CLOSE
+        assert found["owners"] == [0, found["parameters"]]
 
 
 def test_a_model_may_have_several_optimisers(two: Runs) -> None:

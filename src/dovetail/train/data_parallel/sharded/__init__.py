@@ -5,4 +5,5 @@ May import `wire/` and, only from `optimizer.py`, the room above it. Begin with 
 `together.py` calls that all ranks must make, `arriving.py` parameters on their way, `shard_layout.py` who has which
 elements, `transfers.py` how a bucket travels, `references.py` who else reads a parameter, `reducer_surface.py` what
 others expect of a DDP's reducer, `compiled.py` what torch.compile needs.
+`whole_tensors.py` has optimisers that need whole parameters, and their owners.
 """

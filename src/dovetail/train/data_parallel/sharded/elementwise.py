@@ -26,16 +26,12 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
     return False
 
 
-def check_elementwise(optimizer: Optimizer, promised: bool) -> None:
-    """Refuses optimisers of which a share cannot be run; `promised` is what the user says of one of his own."""
-    kind = type(optimizer)
-    if not is_elementwise(kind) and (not promised or kind.__module__.startswith("torch.optim")):
-        raise Error(
-            f"optimizer: {kind.__qualname__} may need whole parameters; expected one that works element by element "
-            f"({', '.join(ELEMENTWISE)}, a subclass that keeps their step, or another with elementwise=True)"
-        )
+def works_by_element(optimizer: Optimizer, promised: bool) -> bool:
+    """Whether this optimiser works element by element; `promised` is what the user says of one of his own."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise Error("optimizer: differentiable=True needs whole parameters in one graph")
+    kind = type(optimizer)
+    return is_elementwise(kind) or (promised and not kind.__module__.startswith("torch.optim"))
 
 
 class PieceState(defaultdict[torch.Tensor, dict[str, Any]]):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import cycle
 from typing import Any, cast
 
@@ -71,6 +71,10 @@ class GradientExchange:
         self.shares = GradientShares(self, group)
         self.coders: dict[Precision, coded.Coder] = {name: coded.Coder(codec) for name, codec in CODECS.items()}
         self.find_unused = find_unused
+        self.owners: dict[int, int] = {}
+        """Ranks that update parameters whole, by index of the parameter: where the optimiser needs it so."""
+        self.users: dict[int, int] = {}
+        """Number of the optimiser that updates a parameter, by index; the parameters of each travel apart."""
         self.active = True
         """False while torch's reducer is in charge: then nothing happens here."""
         self.watching = False
@@ -126,7 +130,7 @@ class GradientExchange:
         self._exact_values()
         with torch.no_grad():
             parameters = [s.parameter for s in self.slots]
-            self.buckets = lay_out(parameters, order, buckets, ranks=self.ranks, rank=self.rank)
+            self.buckets = lay_out(parameters, order, buckets, self.ranks, self.rank, self.owners, self.users)
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._references = KnownReferences(self.buckets, [s.name for s in self.slots])
         self._buffers = BufferPool()
@@ -166,7 +170,8 @@ class GradientExchange:
         """Queues the all-gathers of these buckets, which run behind what comes next; `first`: of this iteration."""
         self._references.check_places()
         self.read_elsewhere = self._references.read_elsewhere()
-        torch.autograd.graph.increment_version([s.parameter for s in self.slots])
+        updated = [i for b in self.buckets if b.number in touched for i in b.members]
+        torch.autograd.graph.increment_version([self.slots[i].parameter for i in updated])
         if first:
             self.uses, self._coming_uses = self._coming_uses, []
         uses = self._coming_uses if self._stamping else None
@@ -178,10 +183,10 @@ class GradientExchange:
                 for i in bucket.members:
                     expect(self.slots[i].parameter, Arrival(gathering, i, uses))
 
-    def settle(self) -> None:
-        """Waits until every parameter is whole."""
-        for slot in self.slots:
-            settle(slot.parameter)
+    def settle(self, some: Iterable[int] | None = None) -> None:
+        """Waits until every parameter is whole, or `some` are."""
+        for index in range(len(self.slots)) if some is None else some:
+            settle(self.slots[index].parameter)
 
     def after_step(self, began: float, *, last: bool = True) -> None:
         """Called at the end of `optimizer.step()`, on all ranks; the model's `last` optimiser ends the iteration."""

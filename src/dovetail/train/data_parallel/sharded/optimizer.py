@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,19 +25,13 @@ from dovetail.core.plan import Bucket
 
 from ..module import DistributedDataParallel
 from . import optimizer_state as states
-from .elementwise import PieceState, check_elementwise
+from . import whole_tensors
+from .elementwise import PieceState, works_by_element
 from .exchange import GradientExchange
-from .shard_layout import ShardedBucket, ShardPiece, in_memory_order
+from .shard_layout import ShardedBucket, ShardPiece, in_memory_order, plan_of
 from .slot import GradientState
+from .whole_tensors import options
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 GRADIENT = "dovetail gradient"
 STATE = "the optimiser's state"
 INSTEAD = "each has only its share; call state = dovetail.full_state(optimizer) on all ranks and store what rank 0 gets"
@@ -56,8 +49,9 @@ def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) ->
     the model's, or that were frozen when it was wrapped, are updated on every rank, as they are without this line.
 
     Args:
-        optimizer: any optimiser of torch.optim that works element by element, or a subclass that leaves its arithmetic
-            as it is; use what is returned in its place.
+        optimizer: any optimiser of torch.optim but LBFGS and SparseAdam, or one of your own that updates each parameter
+            by itself; use what is returned in its place. One that is not known to work element by element (Muon,
+            Adafactor, Shampoo) gets whole parameters, each on one rank. See docs/overlap.md.
         model: wrapped with `dovetail.DistributedDataParallel(model)`.
         elementwise: promises that an optimiser from outside torch.optim works element by element.
     """
@@ -70,11 +64,13 @@ def optimizer(optimizer: Optimizer, model: Any, *, elementwise: bool = False) ->
         raise Error("optimizer: expected a model wrapped with dovetail.DistributedDataParallel")
     if not isinstance(optimizer, Optimizer):
         raise Error(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
-    check_elementwise(optimizer, elementwise)
+    by_element = works_by_element(optimizer, elementwise)
+    if not by_element:
+        whole_tensors.check(optimizer)
     first = model.optimizer
     if first is not None:
         first.check_apart(optimizer)
-    made = ShardedOptimizer(optimizer, model, first)
+    made = ShardedOptimizer(optimizer, model, first, by_element=by_element)
     model.attach(made)
     return made
 
@@ -100,7 +96,9 @@ class ShardedOptimizer(Optimizer):
 
     state: PieceState
 
-    def __init__(self, inner: Optimizer, model: DistributedDataParallel, first: ShardedOptimizer | None = None) -> None:
+    def __init__(
+        self, inner: Optimizer, model: DistributedDataParallel, first: ShardedOptimizer | None, *, by_element: bool
+    ) -> None:
         # Not Optimizer.__init__, which would make new groups: schedulers change these.
         groups = inner.param_groups
         super().__setstate__({"defaults": inner.defaults, "state": PieceState(), "param_groups": groups})
@@ -109,7 +107,9 @@ class ShardedOptimizer(Optimizer):
         self._peers: list[weakref.ref[ShardedOptimizer]] = [] if first is None else first._peers
         """All optimisers of the model, in the order in which they were attached."""
         self._peers.append(weakref.ref(self))
+        self._number, self._by_element = len(self._peers), by_element
         self._build()
+        self._claim()
         index = self._exchange.index
         given = {index[id(p)]: s for p, s in inner.state.items() if id(p) in index}
         states.share_out(self._exchange, given, self.state.__setitem__)
@@ -131,7 +131,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         exchange, start = self._exchange, time.perf_counter()
         peers = self._alive()
-        exchange.settle()
+        exchange.settle([i for i, user in exchange.users.items() if user == self._number])
         exchange.shares.flush()
         reduced = exchange.reduced()
         self._refuse_lone_gradients()
@@ -211,7 +211,7 @@ class ShardedOptimizer(Optimizer):
         stored = {
             "state": {number: found[key] for key, number in numbers.items() if key in found},
             "param_groups": [
-                {**_options(group), "params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups
+                {**options(group), "params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups
             ],
         }
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -241,7 +241,7 @@ class ShardedOptimizer(Optimizer):
                     fresh[parameter] = states.like(parameter, state_dict["state"][number])
         states.share_out(self._exchange, given, fresh.__setitem__)
         for theirs, ours in zip(saved, self.param_groups, strict=True):
-            ours.update(_options(theirs))
+            ours.update(options(theirs))
         self.state.clear()
         self.state.update(fresh)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -251,6 +251,12 @@ class ShardedOptimizer(Optimizer):
         """Adds a group as torch does. All ranks call it; the parameters' shares are those that they have already."""
         self._inner.add_param_group(param_group)
         self._build()
+        self._claim()
+
+    def _claim(self) -> None:
+        """Lets the parameters travel apart from those of other optimisers, with owners if they are needed whole."""
+        if whole_tensors.claim(self._exchange, self._inner, self._number, self._by_element):
+            self.move(*plan_of(self._exchange.buckets), active=self._exchange.active)
 
     def check_apart(self, other: Optimizer) -> None:
         """Refuses another optimiser for the model that holds a parameter which one of the model's has already."""
@@ -277,7 +283,7 @@ class ShardedOptimizer(Optimizer):
         for bucket in exchange.buckets if had else ():
             for piece in bucket.pieces:
                 if exchange.has_gradient(piece.index):
-                    mine[piece.index] = {**mine[piece.index], GRADIENT: piece.gradient}
+                    mine[piece.index] = {**mine[piece.index], GRADIENT: piece.formed(piece.gradient)}
         whole = states.whole(exchange, mine)
         gradients = {i: {GRADIENT: s.pop(GRADIENT)} for i, s in whole.items() if GRADIENT in s}
         exchange.lay_out(order, buckets)
@@ -293,7 +299,7 @@ class ShardedOptimizer(Optimizer):
             for i, gradient in gradients.items():
                 exchange.slots[i].parameter.grad = gradient[GRADIENT]
         else:
-            places = {p.values: p.gradient for b in exchange.buckets for p in b.pieces}
+            places = {p.values: p.formed(p.gradient) for b in exchange.buckets for p in b.pieces}
             states.share_out(exchange, gradients, lambda values, part: places[values].copy_(part[GRADIENT]))
 
     def _alive(self) -> list[ShardedOptimizer]:
@@ -326,17 +332,12 @@ class ShardedOptimizer(Optimizer):
 
     def _shell(self, held: list[list[torch.Tensor]]) -> Optimizer:
         """An optimiser of the user's class for these tensors of each group."""
-        shell = object.__new__(type(self._inner))
-        shell.__dict__.update({k: v for k, v in self._inner.__dict__.items() if k != "step"})
-        shell.__dict__.update({name: OrderedDict() for name in _HOOKS})
-        shell.state = self.state
-        shell.param_groups = [{**_options(group), "params": held[g]} for g, group in enumerate(self.param_groups)]
-        return shell
+        return whole_tensors.shell(self._inner, held, self.state)
 
     def _follow(self, shell: Optimizer) -> None:
         """Gives an optimiser the options that the user's groups have now."""
         for ours, theirs in zip(shell.param_groups, self.param_groups, strict=True):
-            ours.update(_options(theirs))
+            ours.update(options(theirs))
 
     def _group_of(self, index: int) -> int | None:
         return self._of.get(id(self._exchange.slots[index].parameter))
@@ -353,12 +354,12 @@ class ShardedOptimizer(Optimizer):
 
     def _gradient(self, piece: ShardPiece) -> torch.Tensor | None:
         if self._exchange.active and self._exchange.has_gradient(piece.index):
-            return piece.gradient
+            return piece.formed(piece.gradient)
         parameter = self._exchange.slots[piece.index].parameter
         if parameter.grad is None:
             return None
         # Whole: torch's reducer is in charge, or the user has put it there.
-        return in_memory_order(parameter.grad.to(parameter.dtype), parameter)[piece.start : piece.stop]
+        return piece.formed(in_memory_order(parameter.grad.to(parameter.dtype), parameter)[piece.start : piece.stop])
 
     def _refuse_lone_gradients(self) -> None:
         """Refuses gradients that were never sent to the other ranks."""
@@ -380,8 +381,3 @@ def _refuse_inner(*_: Any) -> None:
     raise Error(
         "step: expected a step of the optimiser that dovetail.optimizer has returned, not of the one given to it"
     )
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {k: v for k, v in group.items() if k != "params"}

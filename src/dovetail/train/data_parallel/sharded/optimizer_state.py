@@ -1,14 +1,17 @@
 """Optimiser state in two forms: this rank's pieces, and whole parameters as torch stores them.
 
 State that is zero-dimensional (such as the number of steps) belongs to the parameter and is the same in all of its
-pieces; every other tensor has one element for each element of the parameter.
+pieces; every other tensor has one element for each element of the parameter. State of a parameter that one rank updates
+whole may have any form: tensors of any shapes, numbers, lists and dicts of these.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,7 +42,7 @@ def whole(exchange: GradientExchange, mine: State, *, keep: bool = True) -> Stat
     One that does not `keep` it gets what travels, bucket by bucket, and drops it. Where no bucket is split, each rank
     has everything, and needs no other.
     """
-    counts, kinds = _describe(exchange, mine)
+    counts, kinds = _describe(exchange, {i: state for i, state in mine.items() if i not in exchange.owners})
     found: State = {index: dict(values) for index, values in counts.items()}
     for bucket in exchange.buckets:
         keys = sorted({key for i in bucket.members for key in kinds.get(i, {})})
@@ -49,18 +52,13 @@ def whole(exchange: GradientExchange, mine: State, *, keep: bool = True) -> Stat
                 if key in kinds.get(i, {}):
                     parameter, at = exchange.slots[i].parameter, bucket.offsets[i]
                     found[i][key] = in_shape(flat[at : at + parameter.numel()], parameter)
+    found |= _of_owners(exchange, mine)
     return found if keep else {}
 
 
 def like(parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """A copy of one parameter's state, on its device and, but for the number of steps, in its dtype."""
-    copied = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and key != "step":
-            dtype = parameter.dtype if value.is_floating_point() else value.dtype
-            copied[key] = value.to(device=parameter.device, dtype=dtype, copy=True)
-        else:
-            copied[key] = copy.deepcopy(value)
+    copied: dict[str, Any] = _copied(state, parameter)
     return copied
 
 
@@ -71,6 +69,9 @@ def share_out(exchange: GradientExchange, state: State, put: Callable[[torch.Ten
             if piece.index not in state:
                 continue
             slot = exchange.slots[piece.index]
+            if piece.index in exchange.owners:
+                put(piece.values, like(slot.parameter, state[piece.index]))
+                continue
             part = {}
             for key, value in state[piece.index].items():
                 if not isinstance(value, torch.Tensor):
@@ -150,3 +151,112 @@ def _all_gather_on(exchange: GradientExchange, out: torch.Tensor) -> torch.Tenso
     exchange.communicate(WHAT, lambda: ring.all_gather(there, exchange.group, tag=TAG))
     out.copy_(there)
     return out
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor whose values travel apart."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    """It stays in the memory of the host, whatever device the parameter is on, as numbers of steps do."""
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _described(state: Any) -> Any:
+    """State with a description in place of every tensor."""
+    return _mapped(state, lambda t: StoredTensor(tuple(t.shape), t.dtype, t.device.type == "cpu"))
+
+
+def _filled(description: Any, values: Iterator[torch.Tensor]) -> Any:
+    """The reverse of `_described`, with tensors from `values` in the order of the descriptions."""
+    return _mapped(description, lambda _: next(values))
+
+
+def _copied(value: Any, parameter: torch.Tensor, key: Any = None) -> Any:
+    """A copy of one parameter's state with its dtype, as torch loads state: all but the number of steps."""
+    if isinstance(value, torch.Tensor):
+        if key == "step" or not value.is_floating_point():
+            return value.clone()
+        return value.to(parameter.device, parameter.dtype, copy=True)
+    if isinstance(value, dict):
+        return {k: _copied(v, parameter, k) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_copied(v, parameter, key) for v in value])
+    return copy.deepcopy(value)
+
+
+def _of_owners(exchange: GradientExchange, mine: State) -> State:
+    """The state of parameters that are updated whole: of a whole bucket every rank's own, else their owners'.
+
+    Nothing is known of its form, so it travels as it is. The ranks first tell each other what they have, with a
+    description in place of every tensor; then the bytes of the tensors are gathered, bucket after bucket, where each
+    rank's part is as long as what it owns.
+    """
+    have = {i: state for i, state in mine.items() if i in exchange.owners}
+    owned = [bucket for bucket in exchange.buckets if bucket.members[0] in exchange.owners]
+    split = {i for bucket in owned if bucket.kind == "split" for i in bucket.members}
+    descriptions: list[State] = []
+    if split:
+        descriptions = _gather_objects(exchange, _described({i: s for i, s in have.items() if i in split}))
+    found: State = {}
+    for bucket in owned:
+        if bucket.kind == "split":
+            found |= _of_owned_bucket(exchange, bucket, descriptions, have)
+        else:
+            found |= copy.deepcopy({i: have[i] for i in bucket.members if i in have})
+    return found
+
+
+def _of_owned_bucket(
+    exchange: GradientExchange, bucket: ShardedBucket, descriptions: Sequence[State], mine: State
+) -> State:
+    held = [{i: d[i] for i in bucket.members if i in d} for d in descriptions]
+    sizes = [[t.bytes for t in _leaves(list(d.values()), StoredTensor)] for d in held]
+    borders = [0, *accumulate(sum(s) for s in sizes)]
+    flat = torch.empty(borders[-1], dtype=torch.uint8, device=exchange.device)
+    at = borders[exchange.rank]
+    for tensor in _leaves([mine[i] for i in held[exchange.rank]], torch.Tensor):
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat[at : at + data.numel()].copy_(data)
+        at += data.numel()
+    exchange.communicate(WHAT, lambda: ring.all_gather(flat, exchange.group, tag=TAG, borders=borders))
+    found: State = {}
+    for owner, description in enumerate(held):
+        values = flat[borders[owner] : borders[owner + 1]].split(sizes[owner]) if sizes[owner] else ()
+        stored = _leaves(list(description.values()), StoredTensor)
+        found |= _filled(description, (_read(v, s) for v, s in zip(values, stored, strict=True)))
+    return found
+
+
+def _read(data: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    # A copy first: where the data begins need not be a multiple of the size of an element.
+    read = data.clone().view(stored.dtype).view(stored.shape)
+    return read.cpu() if stored.on_host else read
+
+
+def _leaves(value: Any, kind: type[Any]) -> Iterator[Any]:
+    """What is of this kind in nested lists and dicts, in their order."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _leaves(v, kind)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _leaves(v, kind)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested lists and dicts with every tensor, or description of one, changed."""
+    if isinstance(value, (torch.Tensor, StoredTensor)):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: _mapped(v, change) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(v, change) for v in value])
+    return value

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from dovetail.core.errors import Error
 
+from .arriving import Arriving
 from .shard_layout import ShardedBucket
 
 
@@ -65,6 +66,7 @@ class KnownReferences:
             return [
                 i
                 for i in self._split
+                if not isinstance(self._parameters[i], Arriving)  # another optimiser's step has looked at these
                 if i in self._shared
                 or counted(self._addresses[i]) > self._holders[i]
                 or sys.getrefcount(self._storages[i]) > self._handles

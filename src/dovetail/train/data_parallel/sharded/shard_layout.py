@@ -5,6 +5,10 @@ to end, padded so that n ranks can share them out evenly; it has memory of that 
 bucket rank r's share is the r-th of n equal parts. It covers pieces of a few parameters: the rank gets the summed
 gradients of these pieces and updates them where the parameters are. Of a whole bucket every rank's share is all of it.
 
+A parameter whose optimiser needs it whole has an owner, one rank that updates all of it. Parameters of one optimiser
+travel apart from those of others, so a bucket has owned parameters only, or none. A split one with owned parameters has
+them in the order of their owners: its shares have different sizes, given by their borders, and no padding.
+
 A bucket that travels in fewer bytes keeps what was lost on the way and adds it the next time: of this rank's
 contributions, and of what this rank sends as the owner of its n-th.
 """
@@ -12,7 +16,7 @@ contributions, and of what this rank sends as the owner of its n-th.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -37,9 +41,14 @@ class ShardPiece:
     start: int
     stop: int
     values: torch.Tensor
-    """The elements that the optimiser updates, one-dimensional: a view of the parameter, or of the bucket's master."""
+    """The elements that the optimiser updates, a view of the parameter or of the bucket's master: one-dimensional, or
+    in the parameter's own form if that has an owner."""
     gradient: torch.Tensor
-    """The gradient of these elements, summed over ranks."""
+    """The gradient of these elements, summed over ranks, one-dimensional."""
+
+    def formed(self, elements: torch.Tensor) -> torch.Tensor:
+        """One number for each of these elements, one-dimensional, in the form of `values`."""
+        return torch.as_strided(elements, self.values.size(), self.values.stride(), elements.storage_offset())
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,8 @@ class ShardedBucket:
     memory: dict[int, torch.Tensor]
     """Each member's own memory, one-dimensional."""
     offsets: dict[int, int]
+    borders: tuple[int, ...] | None
+    """Of a split bucket of owned parameters: where the ranks' shares begin, and its end. None: shares are equal."""
     pieces: tuple[ShardPiece, ...]
     missing: int = 0
     """Number of members whose gradient of this pass is not there yet."""
@@ -139,7 +150,7 @@ class ShardedBucket:
         """Brings `master` to the exact values: what all ranks have, and what the codec has lost of this rank's n-th."""
         assert self.master is not None and self.lost is not None
         for piece in self.pieces:
-            piece.values.copy_(self.memory[piece.index][piece.start : piece.stop])
+            piece.values.copy_(piece.formed(self.memory[piece.index][piece.start : piece.stop]))
         self.master.add_(self.lost.owned)
 
     @property
@@ -153,36 +164,58 @@ class ShardedBucket:
 
 
 def lay_out(
-    parameters: Sequence[nn.Parameter], order: Sequence[int], buckets: Sequence[Bucket], *, ranks: int, rank: int
+    parameters: Sequence[nn.Parameter],
+    order: Sequence[int],
+    buckets: Sequence[Bucket],
+    ranks: int,
+    rank: int,
+    owners: Mapping[int, int],
+    users: Mapping[int, int],
 ) -> list[ShardedBucket]:
     """Puts the parameters into buckets: `order` names them in gradient-ready order, in which `buckets` count.
 
-    The parameters and their memory stay as they are. A bucket whose parameters have several dtypes becomes one for each
-    of them.
+    `owners` are the ranks of those that are updated whole, `users` the numbers of the optimisers that update each. The
+    parameters and their memory stay as they are. A bucket whose parameters have several dtypes or optimisers becomes
+    one for each of them.
     """
     assert sorted(order) == list(range(len(parameters))) and buckets[-1].stop == len(order)
     uniform: list[tuple[list[int], Bucket]] = []
     for bucket in buckets:
-        members: dict[torch.dtype, list[int]] = {}
+        alike: dict[tuple[torch.dtype, int | None], list[int]] = {}
         for i in order[bucket.start : bucket.stop]:
-            members.setdefault(parameters[i].dtype, []).append(i)
-        uniform += [(of_dtype, bucket) for of_dtype in members.values()]
-    return [_bucket(number, those, b, parameters, ranks, rank) for number, (those, b) in enumerate(uniform)]
+            alike.setdefault((parameters[i].dtype, users.get(i)), []).append(i)
+        uniform += [(members, bucket) for members in alike.values()]
+    return [_bucket(number, those, b, parameters, ranks, rank, owners) for number, (those, b) in enumerate(uniform)]
 
 
 def _bucket(
-    number: int, members: list[int], plan: Bucket, parameters: Sequence[nn.Parameter], ranks: int, rank: int
+    number: int,
+    members: list[int],
+    plan: Bucket,
+    parameters: Sequence[nn.Parameter],
+    ranks: int,
+    rank: int,
+    owners: Mapping[int, int],
 ) -> ShardedBucket:
     like = parameters[members[0]].data
-    elements = ring.padded(sum(parameters[i].numel() for i in members), ranks)
+    borders, elements = None, ring.padded(sum(parameters[i].numel() for i in members), ranks)
+    owned = members[0] in owners
+    assert all((i in owners) == owned for i in members), "one optimiser updates all of them"
+    if owned and plan.kind == "split":
+        members = sorted(members, key=owners.__getitem__)
+        sizes = [sum(parameters[i].numel() for i in members if owners[i] == r) for r in range(ranks)]
+        borders = (0, *accumulate(sizes))
+        elements = borders[-1]
     gradients, width, first, master, lost = None, elements, 0, None, None
     if plan.kind == "split":
-        width = elements // ranks
-        first, share = rank * width, like.new_zeros(width)
+        first, stop = (borders or ring.equal_borders(elements, ranks))[rank : rank + 2]
+        width = stop - first
+        share = like.new_zeros(width)
     else:
         share = gradients = like.new_zeros(elements)
     if plan.precision != "full" and ranks > 1:
-        lost = LostParts(like.new_zeros(elements), like.new_zeros(elements // ranks))
+        sent = width if plan.kind == "split" else elements // ranks
+        lost = LostParts(like.new_zeros(elements), like.new_zeros(sent))
         master = torch.zeros_like(share) if plan.kind == "split" else None
     memory, offsets, pieces, at = {}, {}, [], 0
     for i in members:
@@ -190,11 +223,12 @@ def _bucket(
         memory[i], offsets[i] = own_memory(parameter), at
         low, high = max(at, first), min(at + parameter.numel(), first + width)
         # Some rank must have the state of a parameter without elements, as torch's optimisers do.
-        empty = not parameter.numel() and (plan.kind == "whole" or rank == 0)
+        empty = not parameter.numel() and (plan.kind == "whole" or rank == owners.get(i, 0))
         if low < high or empty:
             high = max(low, high)
             here, there = slice(low - first, high - first), slice(low - at, high - at)
-            values = memory[i][there].data if master is None else master[here]
+            values = memory[i][there] if master is None else master[here]
+            values = (_same_form(values, parameter, 0) if owned else values).data
             pieces.append(ShardPiece(i, there.start, there.stop, values, share[here]))
         at += parameter.numel()
     return ShardedBucket(
@@ -211,6 +245,7 @@ def _bucket(
         parameters={i: parameters[i] for i in members},
         memory=memory,
         offsets=offsets,
+        borders=borders,
         pieces=tuple(pieces),
         missing=len(members),
     )

@@ -46,9 +46,9 @@ def reducing(
 
     def split() -> ring.Transfer:
         if lost is None or coder is None:
-            yield from ring.reduce_scatter(flat, group, tag=tag)
+            yield from ring.reduce_scatter(flat, group, tag=tag, borders=bucket.borders)
         else:
-            yield from coded.reduce_scatter(flat, lost.contribution, coder, group, tag=tag)
+            yield from coded.reduce_scatter(flat, lost.contribution, coder, group, tag=tag, borders=bucket.borders)
         mine = flat[bucket.first : bucket.first + bucket.share.numel()]
         if not onto:
             bucket.share.copy_(mine)
@@ -73,7 +73,7 @@ def gathering(
     def run() -> ring.Transfer:
         with bucket.travelling(buffers) as flat:
             bucket.pack(flat)
-            yield from coded.all_gather(flat, master, lost.owned, coder, group, tag=tag)
+            yield from coded.all_gather(flat, master, lost.owned, coder, group, tag=tag, borders=bucket.borders)
             bucket.unpack(flat)
 
     return run
@@ -83,7 +83,7 @@ def gathering_exactly(bucket: ShardedBucket, buffers: BufferPool, group: dist.Pr
     """The all-gather of what the masters of a bucket in fewer bytes exactly are."""
     bucket.renew_master()
     for piece in bucket.pieces:
-        bucket.memory[piece.index][piece.start : piece.stop].copy_(piece.values)
+        piece.formed(bucket.memory[piece.index][piece.start : piece.stop]).copy_(piece.values)
     return _values_of_owners(bucket, buffers, group, tag)
 
 
@@ -93,6 +93,8 @@ def _values_of_owners(bucket: ShardedBucket, buffers: BufferPool, group: dist.Pr
     def run() -> ring.Transfer:
         with bucket.travelling(buffers) as flat:
             bucket.pack(flat, bucket.first, bucket.first + bucket.share.numel())
-            yield from ring.all_gather(flat, group, tag=tag, arrived=lambda a, b: bucket.unpack(flat, a, b))
+            yield from ring.all_gather(
+                flat, group, tag=tag, borders=bucket.borders, arrived=lambda a, b: bucket.unpack(flat, a, b)
+            )
 
     return run
