@@ -142,7 +142,7 @@ docs: dev
 
 bench: dev
 	@mkdir -p out
-	@for name in merge stragglers overlap precision memory burst auto partial schedule fabric cluster view; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
+	@for name in merge false_gains stragglers overlap precision memory burst auto partial schedule fabric cluster view; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) web/node_modules out build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -39,8 +39,12 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first: several run at a time, and none should be left to run alone at the end."""
+    if "study" not in config.getoption("markexpr"):
+        for item in items:
+            if item.get_closest_marker("study") is not None:
+                item.add_marker(pytest.mark.skip(reason="a study of minutes: pytest -m study"))
     here = Path(__file__).parent
     place = {here / name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))

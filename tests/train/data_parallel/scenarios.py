@@ -25,8 +25,8 @@ from dovetail.train.data_parallel.observe import ObservedIteration
 from dovetail.train.data_parallel.tuning import tuner as tuner_module
 from dovetail.train.integrations import buckets
 
-QUICK = Tuning(warmup=1, measure=3, candidates=3, settle=2, steps=2, rounds=2, network_seconds=0.2)
-STEPS = QUICK.most // 2 + 4  # enough for QUICK to end and for the kept plan to be in force
+QUICK = Tuning(warmup=1, measure=3, candidates=3, settle=2, steps=2, rounds=2, duel_steps=1, network_seconds=0.2)
+STEPS = QUICK.most // 2 + 14  # enough for QUICK to end and for the kept plan to be in force
 
 
 def net(width: int = 48, depth: int = 6) -> nn.Module:

@@ -56,8 +56,10 @@ def test_parameters_equal_those_of_torch_bit_for_bit_while_planning_and_after(ru
 def test_candidates_that_are_clearly_slower_run_one_round_only(runs: Runs) -> None:
     first, second = runs("keeps a plan")
     assert first["dropped"] == second["dropped"] == [False, False, True]
-    assert first["trials"] == [16, 16, 2]
-    assert "kept" in first["explained"] and "50.0% less time a step" in first["explained"]
+    pairs = first["trials"][0]
+    assert pairs in (6, 7), "seven where the plan is predicted to be slower"
+    assert first["trials"] == second["trials"] == [pairs, pairs + 4, 2]
+    assert "kept" in first["explained"] and "50.0 % less time a step (50.0 to 50.0 %)" in first["explained"]
 
 
 def test_a_plan_must_be_measurably_faster_to_replace_torchs_buckets(runs: Runs) -> None:

@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dovetail.core.errors import Error
 from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket, Plan
-from dovetail.train.integrations import keep
+from dovetail.train.integrations import end_safely
 from dovetail.train.recording import Recording
 
 from . import eligibility, reducer
 from .observe import BucketRecorder
 from .rank_watch import RankWatch
+from .replaceable import ReplaceableDDP
 from .sharded.compiled import begin_pass, being_compiled
 from .sharded.exchange import GradientExchange
 from .sharded.reducer_surface import ExchangeAfterJoin, convert, explained, stand_ins
 from .sharded.shard_layout import plan_of
+from .tuning.look_back import LookBack
 from .tuning.trials import Tuning
 from .tuning.tuner import Tuner
 from .tuning.tuning_report import TuningReport
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dovetail")
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(ReplaceableDDP):
     """torch's DistributedDataParallel, with buckets that fit the model and the network.
 
     In the first iterations it runs as torch's does and takes the time at which each gradient becomes ready. Then, once,
@@ -92,12 +93,11 @@ class DistributedDataParallel(TorchDDP):
         self._plan, self._tuning = plan, tuning or Tuning()
         # Set before torch's constructor, which asks for the parameters to reduce.
         self._tuner: Tuner | None = None
+        self._look_back: LookBack | None = None
         self._recorder: BucketRecorder | None = None
         self._rank_watch: RankWatch | None = None
         self.forward_called = 0.0
         """When the exchange's last forward pass was called, before it waited for buffers; time.perf_counter()."""
-        self._reduced: tuple[list[nn.Parameter], list[bool]] | None = None
-        self._reduced_names: dict[int, str] | None = None
         self.exchange: GradientExchange | None = None
         """What moves gradients and parameters once `dovetail.optimizer` was called; None before."""
         self.builtin_comm_hook: Any = None
@@ -105,14 +105,13 @@ class DistributedDataParallel(TorchDDP):
         self._optimizer: weakref.ref[ShardedOptimizer] | None = None
         self.bucket_members: reducer.Members | None = None
         """Indices of the parameters of every bucket, where caps do not say which they are."""
-        self.sparse_metadata: dict[str, torch.Tensor] | None = None
         super().__init__(module, *args, **kwargs)
         self._own_buckets = reducer.current(self)
         if isinstance(plan, Plan) and plan.overlap == "backward":
             self.bucket_bytes_cap = eligibility.BUCKET  # torch.compile cuts graphs by it, and takes no less than 1 MiB
             if not reducer.capped(self):
                 reducer.replace(self, reducer.planned(self, plan))
-        keep(self.process_group)
+        end_safely(self)
         kept = plan if isinstance(plan, Plan) else None
         why = "planning was switched off"
         if kept is not None and kept.overlap == "forward":
@@ -135,11 +134,6 @@ class DistributedDataParallel(TorchDDP):
         """The optimiser that updates this model, or the first of several, once `dovetail.optimizer` was called."""
         return self._optimizer() if self._optimizer is not None else None
 
-    def reduced_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients are reduced, by name, in the order of torch's reducer."""
-        names = {id(p): n for n, p in self.module.named_parameters()}
-        return [(names[id(p)], p) for p in self._build_params_for_reducer()[0]]
-
     def open_exchange(self) -> GradientExchange:
         """Called by `dovetail.optimizer`: from now on gradients travel in buckets each of its own kind."""
         eligibility.check_arguments(self.module, self._arguments)
@@ -154,7 +148,7 @@ class DistributedDataParallel(TorchDDP):
         )
         if self._tuner is not None:
             self._tuner.withdraw()
-            self._tuner = None
+        self._tuner = self._look_back = None
         order, buckets = eligibility.first_buckets(named, self._plan, cap)
         self.exchange = GradientExchange(
             named,
@@ -215,9 +209,18 @@ class DistributedDataParallel(TorchDDP):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.exchange is not None and self.exchange.active:
             return self._exchanged_forward(*inputs, **kwargs)
-        if self._tuner is None and self._recorder is None and not self._looks_at_ranks():
+        watched = self._recorder is not None or (self._tuner is not None and self.exchange is None)
+        if not watched and not self._looks_back() and not self._looks_at_ranks():
             return super().forward(*inputs, **kwargs)
         return self._watched_forward(*inputs, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _looks_back(self) -> bool:
+        """Begins a look back at the kept plan if it is time."""
+        if self._look_back is None or not self._look_back.due(self.reducer):
+            return False
+        self._tuner, self._look_back = Tuner(self, self._tuning, self._look_back, self._report), None
+        return True
 
     def explain(self) -> str:
         """A few lines on what was measured, what was tried and what was kept."""
@@ -241,6 +244,8 @@ class DistributedDataParallel(TorchDDP):
         waits for parameters have spans of their own. Recordings can be nested: an inner one has its own iterations, the
         outer one has all, and only the outermost loses any.
         """
+        if self._tuner is not None and self._tuner.looks_back:
+            self._tuner.leave_be(later=True)  # what is recorded are the buckets that are kept
         if self._tuner is not None and self._tuner.active:
             raise Error("record: planning is still going on; record when `report.state` is 'done', or use plan=None")
         if self.exchange is not None and self.exchange.active:
@@ -265,19 +270,18 @@ class DistributedDataParallel(TorchDDP):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._refuse_with_exchange("a communication hook reduces whole gradients; use one or the other")
         super().register_comm_hook(state, hook)
-        if self._tuner is not None:
-            self._tuner.hooked()
+        self._hooked()
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self._refuse_with_exchange("a communication hook reduces whole gradients; use one or the other")
         super()._register_builtin_comm_hook(comm_hook_type)
         self.builtin_comm_hook = comm_hook_type
+        self._hooked()
+
+    def _hooked(self) -> None:
+        self._look_back = None  # what the plan has gained, it has gained without the hook
         if self._tuner is not None:
             self._tuner.hooked()
-
-    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
-        self.sparse_metadata = global_unique_ids  # a new reducer must be told again
-        super()._set_sparse_metadata(global_unique_ids)
 
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, *args: Any, **kwargs: Any) -> Any:
         if not enable and self.exchange is not None:
@@ -303,24 +307,13 @@ class DistributedDataParallel(TorchDDP):
         self._stop_planning("the process group has changed")
         super()._update_process_group(new_process_group)
 
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        # torch asks once, when the module is wrapped; parameters frozen or unfrozen later make no difference.
-        if self._reduced is None:
-            self._reduced = super()._build_params_for_reducer()
-        return self._reduced
-
-    def _build_debug_param_to_name_mapping(self, parameters: list[nn.Parameter]) -> dict[int, str]:
-        if self._reduced_names is None:
-            self._reduced_names = super()._build_debug_param_to_name_mapping(parameters)
-        return self._reduced_names
-
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle is a module without a tuner and without an optimiser: torch's reducer is in charge of it,
         # with the bucket caps of the moment.
         state: dict[str, Any] = super().__getstate__()
         off = TuningReport(state="off", reason="this is a copy")
-        own = ("_tuner", "_recorder", "_rank_watch", "bucket_members", "exchange", "_optimizer")
-        return {**state, **dict.fromkeys((*own, "_reduced", "_reduced_names")), "_report": off}
+        own = ("_tuner", "_look_back", "_recorder", "_rank_watch", "bucket_members", "exchange", "_optimizer")
+        return {**state, **dict.fromkeys(own), "_report": off}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # What `to`, `half`, `cuda`, `share_memory`, … do.
@@ -355,17 +348,22 @@ class DistributedDataParallel(TorchDDP):
         self._after_forward()
         return output
 
+    @property
+    def _watcher(self) -> BucketRecorder | Tuner | RankWatch | None:
+        # With an attached optimiser a tuner has nothing to do around a forward pass.
+        return self._recorder or (self._tuner if self.exchange is None else None) or self._rank_watch
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self) -> None:
-        if (watcher := self._recorder or self._tuner or self._rank_watch) is not None:
+        if (watcher := self._watcher) is not None:
             watcher.before_forward()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self) -> None:
-        if (watcher := self._recorder or self._tuner or self._rank_watch) is not None:
+        if (watcher := self._watcher) is not None:
             watcher.after_forward()
-        if self._tuner is not None and not self._tuner.active:
-            self._report, self._tuner = self._tuner.report, None
+        if self._tuner is not None and not self._tuner.active and self.exchange is None:
+            self._report, self._look_back, self._tuner = self._tuner.report, self._tuner.look_back, None
             self._watch_ranks()
 
     def _after_step(self) -> None:
@@ -386,6 +384,7 @@ class DistributedDataParallel(TorchDDP):
         return self._rank_watch is not None and self._rank_watch.due()
 
     def _stop_planning(self, reason: str) -> None:
+        self._look_back = None
         if self._rank_watch is not None:
             self._rank_watch.close()
             self._rank_watch = None

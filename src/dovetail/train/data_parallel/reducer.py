@@ -173,11 +173,25 @@ def own_policy(config: Any) -> str:
     return f"threshold:{config.bucket_bytes_cap / 2**20:g}"
 
 
+def iterations(ddp: TorchDDP) -> int:
+    """Iterations that the module's reducer has begun; none if it has no reducer. Only for one that is to be replaced.
+
+    torch tells the number of the last iteration that was sampled for its log: afterwards every one is.
+    """
+    if ddp.reducer is None or ddp.logger is None:
+        return 0
+    ddp.reducer._set_ddp_runtime_logging_sample_rate(1)
+    ddp.logger.set_runtime_stats_and_log()
+    return int(ddp.logger._get_ddp_logging_data().ints_map.get("iteration", 0))
+
+
 def replace(ddp: TorchDDP, buckets: ReducerBuckets, *, call: HookCall | None = None) -> None:
     """Gives the module a new reducer between two iterations. All ranks do it at the same point with the same buckets.
 
     `call` is registered as the communication hook, with the state of the user's; by default it is the user's own.
+    A new reducer counts iterations from one on: what the old ones had counted is left in `iterations_before`.
     """
+    ddp.iterations_before = getattr(ddp, "iterations_before", 0) + iterations(ddp)  # type: ignore[assignment]
     ddp._remove_autograd_hooks()
     # `bucket_bytes_cap` stays: torch.compile cuts graphs by it, and the plan was made for graphs that are cut so.
     ddp._bucket_config = buckets.config
@@ -250,6 +264,8 @@ def _restore(ddp: TorchDDP) -> None:
     """Tells a new reducer what torch told the one before it after it was built."""
     ddp._has_rebuilt_buckets = False
     assert ddp.logger is not None
+    if (rate := getattr(ddp, "logging_sample_rate", None)) is not None:
+        ddp.reducer._set_ddp_runtime_logging_sample_rate(rate)
     if ddp.static_graph:
         # A new reducer learns the graph in its first step, as at construction.
         ddp._static_graph_delay_allreduce_enqueued = False

@@ -13,6 +13,8 @@ import dataclasses
 import os
 import sys
 import time
+import weakref
+from functools import lru_cache
 from typing import Any
 
 from dovetail.core.errors import Error
@@ -21,21 +23,51 @@ from dovetail.core.plan import Plan
 # Ways of training that build no DistributedDataParallel, by accelerate's names for them.
 WITHOUT_DDP = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
+PAUSE = 0.1
+"""Seconds in which the threads of a process group have released their last collective."""
+
 _kept: list[Any] = []
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def keep(group: Any) -> None:
-    """Keeps a process group alive until the process ends, even if the user destroys it before.
+def end_safely(owner: object) -> None:
+    """Makes the process groups that `owner` holds, as a wrapped model does, end without a hang when it is dropped.
 
     When the last reference to a gloo group is dropped, torch joins the group's threads while it holds Python's lock; a
     thread that is just releasing its last collective waits for that lock. A script that ends right after its last step
-    then hangs, or aborts where the interpreter is already shutting down (torch's issue 56297). A group that is kept is
-    not joined, and its threads finish during a pause without the lock, once, at exit.
+    then hangs, or aborts where the interpreter is already shutting down (torch's issue 56297). So there is a pause
+    without the lock just before the owner drops what it holds, and one when the process ends.
     """
-    if not _kept:
-        atexit.register(time.sleep, 0.1)
-    if not any(group is one for one in _kept):
-        _kept.append(group)
+    if owner not in _owners:
+        _pause_at_exit()
+        _owners.add(owner)
+        weakref.finalize(owner, time.sleep, PAUSE).atexit = False
+
+
+def keep(group: Any) -> None:
+    """Keeps a process group that nobody else may hold: until it is destroyed and another one is kept, or to the end.
+
+    See `end_safely` for what would happen otherwise.
+    """
+    _pause_at_exit()
+    _kept[:] = [one for one in _kept if one is not group and _in_use(one)]
+    _kept.append(group)
+
+
+@lru_cache
+def _pause_at_exit() -> None:
+    atexit.register(time.sleep, PAUSE)
+
+
+def _in_use(group: Any) -> bool:
+    """Whether a process group has not been destroyed."""
+    import torch.distributed as dist
+
+    try:
+        dist.get_backend(group)
+    except (ValueError, RuntimeError):
+        return False
+    return True
 
 
 def check_environment() -> None:
@@ -76,7 +108,7 @@ def buckets(model: Any) -> list[int]:
 
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            keep(module.process_group)
+            end_safely(module)
             data = module._get_ddp_logging_data()
             # Where parameters may be unused torch keeps the buckets that it began with.
             kept = module.find_unused_parameters and not module.static_graph

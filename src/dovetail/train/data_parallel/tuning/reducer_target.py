@@ -36,13 +36,14 @@ class ReducerTarget:
 
     overlap: Overlap = "backward"
 
-    def __init__(self, ddp: TorchDDP) -> None:
+    def __init__(self, ddp: TorchDDP, own: ReducerBuckets | None = None) -> None:
+        """`own` are the buckets from before planning: by default those that it has now."""
         self._ddp = ddp
         module = getattr(ddp.module, "_orig_mod", ddp.module)  # a compiled module is named after what was compiled
         self.name, self.group, self.device = type(module).__name__, ddp.process_group, ddp.device
         self.parameters = reducer.reduced(ddp)
         self._kinds = dict(zip((n for n, _ in self.parameters), reducer.kinds(ddp), strict=True))
-        self._own = reducer.current(ddp)
+        self.own = own if own is not None else reducer.current(ddp)
         self._next: ReducerBuckets | None = None
         self._call = comm_hooks.carried(reducer.comm_hook(ddp))
         self._timer: TimedHook | None = None
@@ -81,7 +82,7 @@ class ReducerTarget:
             # Here and not at the end of backward: the autograd engine still holds the old reducer's callbacks there.
             # torch complains of an unfinished backward pass; a new reducer would hide it.
             self._ddp._check_reducer_finalized()
-            self._replace()
+            self.enforce()
         self._observer.before_forward()
 
     def after_forward(self) -> None:
@@ -108,7 +109,7 @@ class ReducerTarget:
         self.watch(every_gradient=False)
         if hook.call is not None:
             self._timer = TimedHook(self._call or hook.call, self.device)
-        self._next = self._own
+        self._next = self.own
         return None
 
     def probe(self, profile: Profile) -> Plan | None:
@@ -143,11 +144,11 @@ class ReducerTarget:
 
     def _torchs(self, profile: Profile, network: Network) -> tuple[Plan, Profile]:
         """torch's own buckets as a plan, and the gradients in the order in which torch packs them."""
-        policy = reducer.own_policy(self._own.config)
+        policy = reducer.own_policy(self.own.config)
         if reducer.capped(self._ddp):
             return planning.plan(profile, network, policy=policy), profile
         index = {name: i for i, (name, _) in enumerate(self.parameters)}
-        found = reducer.own_members(self._ddp, self._own.config, [index[t.name] for t in profile.tensors])
+        found = reducer.own_members(self._ddp, self.own.config, [index[t.name] for t in profile.tensors])
         buckets = [[self.parameters[i][0] for i in bucket] for bucket in found]
         return packing.as_plan(buckets, packing.by_kind(profile, self._kinds), network, policy=policy)
 
@@ -171,7 +172,10 @@ class ReducerTarget:
         return ()
 
     def use(self, order: list[int], plan: Plan, *, baseline: bool = False) -> None:
-        self._next = self._own if baseline else reducer.planned(self._ddp, plan)
+        buckets = self.own if baseline else reducer.planned(self._ddp, plan)
+        # A new reducer for the buckets that are in force anyway would only cost iterations and begin its counts anew.
+        in_force = buckets == reducer.current(self._ddp) and self._timer is None
+        self._next = None if in_force else buckets
 
     def changing(self) -> bool:
         return self._next is not None
@@ -179,20 +183,20 @@ class ReducerTarget:
     def restore(self, *, now: bool) -> None:
         # Under torch's own buckets a timed hook stays, and just calls the user's: a new reducer would begin with other
         # buckets than those that the user's hook may remember.
-        self._next = self._own if reducer.current(self._ddp) != self._own else None
+        self._next = self.own if reducer.current(self._ddp) != self.own else None
         if self._timer is not None:
             self._timer.close()
             self._timer = None
-        if now and self._next is not None:
-            self._replace()
+        if now:
+            self.enforce()
+
+    def enforce(self) -> None:
+        if self._next is not None:
+            reducer.replace(self._ddp, self._next, call=self._timer or self._call)
+            self._next = None
 
     def close(self) -> None:
         self._observer.close()
-
-    def _replace(self) -> None:
-        assert self._next is not None
-        reducer.replace(self._ddp, self._next, call=self._timer or self._call)
-        self._next = None
 
 
 def _in_half(flat: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -49,6 +49,7 @@ class ExchangeTarget:
     """
 
     overlap: Overlap = "forward"
+    own: Any = None
 
     def __init__(self, ddp: Any) -> None:
         self._ddp: DistributedDataParallel = ddp
@@ -208,6 +209,9 @@ class ExchangeTarget:
 
     def changing(self) -> bool:
         return False
+
+    def enforce(self) -> None:
+        """A plan never waits: `use` puts it in force."""
 
     def restore(self, *, now: bool) -> None:
         """The buckets of the moment stay: moving the optimiser's state needs all ranks, and one may be lost."""

@@ -1,41 +1,42 @@
 """Finds the best buckets for a model while it trains.
 
 `Tuner._phases` is the whole course of it, a generator that is handed one finished iteration at a time: watch a few
-iterations, measure the network, plan, let the candidates compete, keep the winner. Every iteration it looks at is a
-real training iteration with the same gradients as any other. What is tuned stands behind `TuningTarget`, of which
-targets.py has two: a model whose gradients torch's reducer carries, and one with an optimiser of dovetail's, whose
-buckets may be torch's or the exchange's. What must be the same on all ranks is agreed at the end of an iteration, where
-all of them are at the same point of the same program.
+iterations, measure the network, plan, let the candidates compete, keep the winner. `Tuner._look` is a look back at a
+kept plan, long after that. Every iteration they look at is a real training iteration with the same gradients as any
+other. What is tuned stands behind `TuningTarget`, of which targets.py has two: a model whose gradients torch's reducer
+carries, and one with an optimiser of dovetail's, whose buckets may be torch's or the exchange's. What must be the same
+on all ranks is agreed at the end of an iteration, where all of them are at the same point of the same program.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dovetail import planning
 from dovetail.core.errors import Error
 from dovetail.core.network import Contention, Network
-from dovetail.core.plan import Overlap, Plan
-from dovetail.core.profile import Layer, LayerTime, ParameterTensor, Profile, exactly
+from dovetail.core.plan import Plan
+from dovetail.core.profile import Profile
 from dovetail.train import agree
 
 from ..layer_watch import compare_ranks
-from ..observe import ObservedIteration
+from ..observe import SETTLE, ObservedIteration
+from .look_back import GLANCE_STEPS, LookBack, still_faster
 from .reducer_target import ReducerTarget
 from .targets import ExchangeTarget
-from .trials import Trial, TrialPlan, Tuning, compete
-from .tuning_report import MOST_CONTENTION, TuningReport
+from .trials import Trial, TrialPlan, Tuning, Turns, compete
+from .tuning_report import MOST_CONTENTION, Review, TuningReport
+from .tuning_target import TuningTarget
+from .watched_profile import as_one_layer, by_parameter, size_of
 
 log = logging.getLogger("dovetail")
 
@@ -45,84 +46,29 @@ TELLING = 0.02
 """Share of an iteration that must be exposed communication, or its length says nothing of communication."""
 
 
-class TuningTarget(Protocol):
-    """A model in training whose buckets can change between two iterations. Calls marked * are collectives."""
-
-    name: str
-    group: dist.ProcessGroup
-    device: torch.device
-    overlap: Overlap
-    """What communication can hide behind."""
-    parameters: list[tuple[str, nn.Parameter]]
-
-    def begin(self, on_iteration: Callable[[ObservedIteration], None]) -> None:
-        """Calls `on_iteration` at the end of every iteration from now on."""
-        ...
-
-    def before_forward(self) -> None: ...
-    def after_forward(self) -> None: ...
-    def after_step(self) -> None: ...
-
-    def unready(self) -> bool:
-        """Whether iterations still differ from those that are to come, so that planning had better wait."""
-        ...
-
-    def watch(self, *, every_gradient: bool) -> None:
-        """Chooses between stamping everything that a plan is made from and just the length of an iteration."""
-        ...
-
-    def probe(self, profile: Profile) -> Plan | None:
-        """* A bucketing that must run for a while before `network` is called, if any."""
-        ...
-
-    def network(self, max_bytes: int, budget: float) -> Network:
-        """* What communication costs."""
-        ...
-
-    def watched(self, profile: Profile, network: Network, optimizer: float) -> tuple[Plan, Profile] | None:
-        """The buckets while watching, the profile in their order; None where `network` has what training adds."""
-        ...
-
-    def contenders(self, profile: Profile, network: Network, optimizer: float, count: int) -> list[TrialPlan]:
-        """Plans to try, the one to beat first. `optimizer` is the seconds of the optimiser while watching."""
-        ...
-
-    def notes(self, profile: Profile, network: Network) -> tuple[str, ...]: ...
-
-    def use(self, order: list[int], plan: Plan, *, baseline: bool = False) -> None:
-        """* Puts a plan in force from the next iteration on; `order` has the indices of the plan's tensors.
-
-        `baseline` says that it is the first contender.
-        """
-        ...
-
-    def changing(self) -> bool:
-        """Whether a plan waits to be put in force."""
-        ...
-
-    def hooked(self, late: bool) -> str | None:
-        """A communication hook was registered; the reason why buckets must not change under it, or None."""
-        ...
-
-    def restore(self, *, now: bool) -> None:
-        """Goes back to the buckets from before, at once or before the next iteration."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Tuner:
     """Drives one model from its first iteration to the buckets it keeps."""
 
-    def __init__(self, ddp: TorchDDP, tuning: Tuning) -> None:
-        """`ddp` must call around every forward pass, or with an attached optimiser after every step of that."""
+    def __init__(
+        self, ddp: TorchDDP, tuning: Tuning, look_back: LookBack | None = None, report: TuningReport | None = None
+    ) -> None:
+        """`ddp` must call around every forward pass, or with an attached optimiser after every step of that.
+
+        With a plan to look back at, and the report of when it was kept, that is all there is to do.
+        """
         attached = getattr(ddp, "exchange", None) is not None
-        target: TuningTarget = ExchangeTarget(ddp) if attached else ReducerTarget(ddp)
+        own = look_back.own if look_back is not None else None
+        target: TuningTarget = ExchangeTarget(ddp) if attached else ReducerTarget(ddp, own)
         self._target, self._tuning = target, tuning
-        self.report = self._fresh()
-        self._course = self._phases()
-        target.begin(self._on_iteration)
-        next(self._course)
+        self.report = report or self._fresh()
+        self.look_back = look_back
+        """What is to be looked at again later; None while planning, and where the first plan is in force."""
+        self._begin(self._phases() if look_back is None else self._look(look_back))
+
+    def _begin(self, course: Generator[None, ObservedIteration, None]) -> None:
+        self._course, self._going = course, True
+        self._target.begin(self._on_iteration)
+        next(course)
 
     def _fresh(self) -> TuningReport:
         parameters = [p for _, p in self._target.parameters]
@@ -131,12 +77,17 @@ class Tuner:
             overlap=self._target.overlap,
             workers=dist.get_world_size(self._target.group),
             tensors=len(parameters),
-            bytes=sum(_bytes(p) for p in parameters),
+            bytes=sum(size_of(p) for p in parameters),
         )
 
     @property
     def active(self) -> bool:
-        return self.report.state in ("measuring", "trying") or self._target.changing()
+        return self._going or self._target.changing()
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether planning is over, and what goes on is a look back."""
+        return self._going and self.report.state == "done"
 
     def before_forward(self) -> None:
         self._target.before_forward()
@@ -146,12 +97,15 @@ class Tuner:
 
     def after_step(self) -> None:
         """Called at the end of every `optimizer.step()` of dovetail's, on all ranks."""
-        if self.report.state in ("measuring", "trying"):
+        if self._going:
             self._target.after_step()
+        elif self.look_back is not None and self.look_back.tick():
+            self._begin(self._look(self.look_back))
 
     def hooked(self) -> None:
         """Called on all ranks when a communication hook was registered: planning begins anew, with the hook's costs."""
-        if self.report.state not in ("measuring", "trying"):
+        if not self._going or self.looks_back:
+            self.leave_be()
             return
         if reason := self._target.hooked(late=self.report.steps > 0):
             self.stop(reason)
@@ -164,16 +118,31 @@ class Tuner:
     def stop(self, reason: str) -> None:
         """Ends planning; the model goes on with the buckets from before at once. Not to be called inside backward.
 
-        Without a reason nothing is logged: something else takes over.
+        Without a reason nothing is logged: something else takes over. A plan that was kept before stays.
         """
-        self._stop(reason, now=True)
+        if self.report.state == "done":
+            self.leave_be()
+        else:
+            self._stop(reason, now=True)
 
     def withdraw(self) -> None:
         """Ends planning without a word: another tuner takes over."""
         self._target.close()
         self._target.restore(now=True)
 
+    def leave_be(self, *, later: bool = False) -> None:
+        """Ends looking back, for good or until later; the kept plan is in force at once. Not inside backward."""
+        look = self.look_back
+        self.look_back = look if later else None
+        if look is not None and self._going:
+            self._going = False
+            self._course.close()
+            self._target.close()
+            self._target.use(look.order, look.kept.plan)
+            self._target.enforce()
+
     def _stop(self, reason: str, *, now: bool = False) -> None:
+        self._going, self.look_back = False, None
         self._target.close()
         self._target.restore(now=now)
         self.report = replace(self.report, state="off", reason=reason, plan=None)
@@ -185,6 +154,7 @@ class Tuner:
         try:
             self._course.send(iteration)
         except StopIteration:
+            self._going = False
             self._target.close()
         except Error as e:
             self._stop(str(e))
@@ -204,7 +174,7 @@ class Tuner:
         ranks = compare_ranks(alone, profile.parameter_bytes, target.group, target.device)
         if (probe := target.probe(profile)) is not None:
             target.use(order, probe)
-            for _ in range(tuning.settle):
+            for _ in range(max(SETTLE, tuning.settle)):
                 yield
             yield from self._watch(tuning.measure)
         network = target.network(max(1024, min(profile.parameter_bytes, LARGEST)), tuning.network_seconds)
@@ -239,8 +209,57 @@ class Tuner:
             kept=self.report.trials[verdict.kept],
             plan=None if not verdict.kept and kept.overlap == "backward" else kept,
         )
+        if verdict.kept and tuning.look_back:
+            trial = self.report.trials[verdict.kept]
+            self.look_back = LookBack(
+                order=order,
+                first=plans[0],
+                kept=plans[verdict.kept],
+                own=target.own,
+                spread=(trial.high - trial.low) / 2 / trial.median,
+                every=tuning.look_back,
+            )
         if dist.get_rank(target.group) == 0:
             log.info("%s", self.report)
+
+    def _look(self, look: LookBack) -> Generator[None, ObservedIteration, None]:
+        """A glance at a kept plan, and if it is time, a comparison with the first one."""
+        target, tuning = self._target, self._tuning
+        self.report = replace(self.report, steps=self.report.steps + look.rested)
+        seen = []
+        for _ in range(GLANCE_STEPS):
+            seen.append((yield).period)
+        now = float(np.median(agree.smallest(seen, target.group, target.device)))
+        compare, drifted = look.glanced(now)
+        if not compare:
+            return
+
+        def use(plan: int) -> None:
+            target.use(look.order, (look.first, look.kept)[plan].plan, baseline=not plan)
+
+        turns: Turns[ObservedIteration] = Turns(
+            tuning, target.group, target.device, use=use, seconds=lambda iteration: iteration.period
+        )
+        duel, stays = yield from still_faster(turns, tuning.margin)
+        use(int(stays))
+        review = Review(
+            step=self.report.steps,
+            against=look.first.label,
+            before=look.seconds or now,
+            now=now,
+            drifted=drifted,
+            duel=duel,
+            stays=stays,
+        )
+        self.report = replace(self.report, reviews=(*self.report.reviews, review))
+        if stays:
+            look.found_faster()
+        else:
+            self.look_back = None
+            plan = look.first.plan if look.first.plan.overlap == "forward" else None
+            self.report = replace(self.report, kept=self.report.trials[0], plan=plan)
+        if dist.get_rank(target.group) == 0:
+            log.log(logging.INFO if stays else logging.WARNING, "dovetail: %s", review)
 
     def _watch(self, iterations: int) -> Generator[None, ObservedIteration, list[ObservedIteration]]:
         self._target.watch(every_gradient=True)
@@ -339,62 +358,3 @@ def ready_gaps(
     gaps = np.quantile(np.diff(stamps, axis=1, prepend=0.0), 0.25, axis=0)
     gaps *= np.quantile(stamps[:, -1], 0.25) / max(gaps.sum(), 1e-9)
     return list(order), usable, gaps.tolist()
-
-
-def as_one_layer(
-    name: str,
-    device: str,
-    tensors: list[tuple[str, nn.Parameter]],
-    forward: float,
-    ready: list[float],
-    iterations: int,
-) -> Profile:
-    """A profile of which only the time of the whole forward pass is known; `tensors` and `ready` are in ready order."""
-    layer = Layer(
-        name="model",
-        type=name,
-        parameter_bytes=sum(_bytes(p) for _, p in tensors),
-        activation_bytes=0,
-        times=(LayerTime(batch=1, forward=exactly(forward), backward=exactly(ready[-1])),),
-    )
-    source = f"{iterations} training iterations; the layers are taken as one, the tensors apart"
-    found = tuple(_tensor(n, p, 0, t) for (n, p), t in zip(tensors, ready, strict=True))
-    return Profile(name=name, device=device, source=source, batch=1, layers=(layer,), tensors=found)
-
-
-def by_parameter(
-    name: str,
-    device: str,
-    tensors: list[tuple[str, nn.Parameter]],
-    forward: float,
-    ready: list[float],
-    used: list[float],
-    iterations: int,
-) -> Profile:
-    """A profile with a layer for each parameter, from its first use on; all lists are in ready order."""
-    turn = sorted(range(len(tensors)), key=lambda k: used[k])
-    place = {k: position for position, k in enumerate(turn, 1)}
-    starts = [0.0, *(used[k] for k in turn), forward]
-    of_layer = [("before the first parameter", 0), *((tensors[k][0], _bytes(tensors[k][1])) for k in turn)]
-    layers = tuple(
-        Layer(
-            name=layer_name,
-            type="parameter",
-            parameter_bytes=nbytes,
-            activation_bytes=0,
-            times=(LayerTime(batch=1, forward=exactly(max(0.0, stop - start)), backward=exactly(0.0)),),
-        )
-        for (layer_name, nbytes), start, stop in zip(of_layer, starts[:-1], starts[1:], strict=True)
-    )
-    source = f"{iterations} training iterations; one layer for each parameter, from its first use on"
-    found = tuple(_tensor(n, p, place[k], ready[k]) for k, (n, p) in enumerate(tensors))
-    return Profile(name=name, device=device, source=source, batch=1, layers=layers, tensors=found)
-
-
-def _tensor(name: str, parameter: nn.Parameter, layer: int, ready: float) -> ParameterTensor:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return ParameterTensor(name=name, layer=layer, bytes=_bytes(parameter), dtype=dtype, ready=ready)
-
-
-def _bytes(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()

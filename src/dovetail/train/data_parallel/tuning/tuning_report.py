@@ -18,12 +18,39 @@ from dovetail.core.profile import Layer, LayerTime, Profile, exactly
 from dovetail.simulate.node import NodePrediction, with_node
 from dovetail.train.stragglers import RankComparison
 
-from .trials import Trial, Verdict
+from .trials import Trial
+from .verdict import DOUBTED, PairedGain, Verdict
 
 State = Literal["measuring", "trying", "done", "off"]
 
 MOST_CONTENTION = 0.5
 """Share, at most, that watched iterations may add to the cost of communication; what is beyond has other reasons."""
+
+
+@dataclass(frozen=True)
+class Review:
+    """One look back at a plan that was kept; times in seconds per iteration."""
+
+    step: int
+    """Iterations up to its end."""
+    against: str
+    """What the first plan is called."""
+    before: float
+    """What an iteration took soon after the plan was last found to be the faster one."""
+    now: float
+    drifted: bool
+    """These two differ so much that the plan was compared with the first one earlier than it was due."""
+    duel: PairedGain
+    stays: bool
+    """The plan is still the faster one; otherwise the first one is in force again."""
+
+    def __str__(self) -> str:
+        drift = f"a step takes {_ms(self.now)}, which was {_ms(self.before)}; " if self.drifted else ""
+        if self.stays:
+            found = f"still {_percent(self.duel.gain)} less time a step than {self.against} ({_interval(self.duel)})"
+        else:
+            found = f"no longer a gain over {self.against} ({_interval(self.duel)}), which are in force again"
+        return f"step {self.step}: {drift}{found}"
 
 
 @dataclass(frozen=True)
@@ -55,13 +82,15 @@ class TuningReport:
     plan: Plan | None = None
     """The plan in force; None for torch's own buckets."""
     notes: tuple[str, ...] = field(default=())
+    reviews: tuple[Review, ...] = ()
+    """Looks back at the kept plan, the latest last."""
 
     @property
     def gain(self) -> float:
         """Share of an iteration's time that is saved against the first plan of the contest: 0.1 is 10 %."""
         if self.kept is None or self.kept.baseline or self.verdict is None or self.verdict.duel is None:
             return 0.0
-        return self.verdict.duel.gain
+        return self.reviews[-1].duel.gain if self.reviews else self.verdict.duel.gain
 
     @property
     def spread(self) -> float:
@@ -105,12 +134,13 @@ def _lines(r: TuningReport) -> Iterator[str]:
     if r.ranks is not None:
         yield from (f"  ranks     {line}" for line in r.ranks.lines())
     for trial in r.trials:
+        took = f"{_ms(trial.median)} a step ({_ms(trial.low)} to {_ms(trial.high)})"
         yield (
             f"  {'kept ' if trial is r.kept else 'tried'}     {trial.label}: {_buckets(trial.plan)}, "
-            f"{_ms(trial.median)} a step ({_ms(trial.low)} to {_ms(trial.high)}), "
+            f"{took if trial.steps else 'not run'}, "
             f"predicted {_ms(trial.predicted)}{', dropped early' if trial.dropped else ''}"
         )
-    if r.trials:
+    if any(t.steps for t in r.trials):
         yield (
             f"  noise     steps with the same buckets vary by {r.spread:.1%}; "
             f"disturbed ones cost {r.lost:.1%} of the trials' time"
@@ -119,6 +149,7 @@ def _lines(r: TuningReport) -> Iterator[str]:
         yield f"  result    {_result(r)}"
     else:
         yield f"  now       {r.state}, after {r.steps} steps; ask again later"
+    yield from (f"  look back {review}" for review in r.reviews[-1:])
     yield from (f"  note      {n}" for n in r.notes)
 
 
@@ -137,20 +168,37 @@ def _network(network: Network) -> Iterator[str]:
 
 def _result(r: TuningReport) -> str:
     baseline, verdict = r.trials[0].label, r.verdict
+    tie = f"no plan was faster than {baseline}, so those stay: a tie, not a gain"
     if verdict is None or verdict.duel is None:
-        return f"no plan was faster than {baseline}, so those stay: a tie, not a gain"
+        return tie
     duel, challenger = verdict.duel, r.trials[verdict.challenger].label
-    interval = f"between {duel.low:.1%} and {duel.high:.1%} by {duel.pairs} pairs of turns"
+    if verdict.kept and r.reviews and not r.reviews[-1].stays:
+        return f"{challenger} no longer gains, so {baseline} are in force again since step {r.reviews[-1].step}"
+    found = f"{_percent(duel.gain)} less time a step ({_interval(duel)})"
+    pairs = f"{duel.pairs} pairs of turns with {baseline}"
     if verdict.kept:
-        return f"{duel.gain:.1%} less time a step than {baseline} ({interval})"
+        return f"{found}; would be kept by chance in 1 of {int(1 / duel.chance)} runs; by {pairs}"
     if duel.gain <= 0:
-        return f"no plan was faster than {baseline}, so those stay: a tie, not a gain"
+        return tie
+    if verdict.error <= DOUBTED and duel.low > 0:
+        return (
+            f"{challenger} was predicted to be slower, and {pairs} do not prove enough that it is not "
+            f"({found}), so those stay: no gain is claimed"
+        )
     if duel.low <= 0:
         return (
-            f"steps vary too much to tell {challenger} from {baseline} ({interval} in its favour), "
-            "so those stay: no gain is claimed"
+            f"steps vary too much to tell {challenger} from {baseline} ({_interval(duel)} less time a step, "
+            f"by {duel.pairs} pairs of turns), so those stay: no gain is claimed"
         )
-    return f"{challenger} gains too little over {baseline} ({interval}), so those stay: a tie, not a gain"
+    return f"{challenger} gains too little over {baseline} ({_interval(duel)}), so those stay: a tie, not a gain"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %"
+
+
+def _interval(duel: PairedGain) -> str:
+    return f"{duel.low * 100:.1f} to {duel.high * 100:.1f} %"
 
 
 def _buckets(plan: Plan) -> str:
