@@ -11,7 +11,7 @@ BUNDLE_RECORD := web/bundle.sha256
 NODE_MODULES := web/node_modules/.package-lock.json
 LINT := lint-ruff lint-format lint-types lint-imports lint-bundle lint-page
 
-.PHONY: base dev env demo test coverage lint $(LINT) page bench docs picture clean system-base system-dev announce
+.PHONY: base dev env demo test torch-tests coverage lint $(LINT) page bench docs picture clean system-base system-dev announce
 
 # --- Installing --------------------------------------------------------------------------------------------------
 
@@ -93,6 +93,10 @@ demo: base
 # Every part runs, whatever the others found, and the sum stands at the end.
 test: dev
 	@$(BIN)/python tools/run_tests.py
+
+# torch's own tests of DistributedDataParallel with dovetail's class in its place; docs/torch-tests.md has the outcomes.
+torch-tests: dev
+	@$(BIN)/python -m tests.torch_suite.runner
 
 # Line coverage of what runs in the test processes themselves; CONTRIBUTING.md says what that leaves out.
 coverage: dev

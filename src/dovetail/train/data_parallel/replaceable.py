@@ -36,12 +36,16 @@ class ReplaceableDDP(TorchDDP):
         # torch asks once, when the module is wrapped; parameters frozen or unfrozen later make no difference.
         if self._reduced is None:
             self._reduced = super()._build_params_for_reducer()
-        return self._reduced
+        parameters, sparse = self._reduced
+        return [*parameters], [*sparse]
 
     def _build_debug_param_to_name_mapping(self, parameters: list[nn.Parameter]) -> dict[int, str]:
+        if self._reduced is None or [*map(id, parameters)] != [*map(id, self._reduced[0])]:
+            others: dict[int, str] = super()._build_debug_param_to_name_mapping(parameters)
+            return others
         if self._reduced_names is None:
             self._reduced_names = super()._build_debug_param_to_name_mapping(parameters)
-        return self._reduced_names
+        return dict(self._reduced_names)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         super()._set_ddp_runtime_logging_sample_rate(sample_rate)
