@@ -92,7 +92,7 @@ def test_the_link_is_idle_while_no_collective_is_in_flight(overlap: ModuleType) 
 
 
 def test_cells_are_distinct_and_scaled_to_their_ratio(overlap: ModuleType, cells: ModuleType) -> None:
-    assert len({(c.model, c.regime) for c in overlap.CELLS}) == len(overlap.CELLS) == 15
+    assert len({(c.model, c.regime) for c in overlap.CELLS}) == len(overlap.CELLS) == 17
     base = profile()
     for cell in overlap.CELLS:
         scaled = cell.scale(base)
@@ -115,7 +115,7 @@ def test_cells_are_chosen_by_number(overlap: ModuleType, cells: ModuleType) -> N
     assert cells.chosen(args, overlap.CELLS, overlap.QUICK) == [overlap.CELLS[0], overlap.CELLS[3]]
     for wrong in ("99", "x", ""):
         args.cells = wrong
-        with pytest.raises(Error, match="--cells: expected numbers from 0 to 14"):
+        with pytest.raises(Error, match="--cells: expected numbers from 0 to 16"):
             cells.chosen(args, overlap.CELLS, overlap.QUICK)
     args.cells, args.quick = None, True
     assert cells.chosen(args, overlap.CELLS, overlap.QUICK) == overlap.QUICK

@@ -81,8 +81,7 @@ def test_a_torch_without_a_cap_for_each_bucket_is_named_with_the_first_that_has_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert reducer.unsupported() is None
-    before = inspect.signature(TorchDDP).replace(
-        parameters=[p for n, p in inspect.signature(TorchDDP).parameters.items() if n != "bucket_cap_mb_list"]
-    )
-    monkeypatch.setattr(TorchDDP, "__signature__", before, raising=False)
+    today = inspect.signature(TorchDDP.__init__)
+    before = today.replace(parameters=[p for n, p in today.parameters.items() if n != "bucket_cap_mb_list"])
+    monkeypatch.setattr(TorchDDP.__init__, "__signature__", before, raising=False)
     assert "2.11" in (reducer.unsupported() or "")

@@ -79,7 +79,7 @@ def comm_hook(ddp: TorchDDP) -> CommHook | None:
 
 def unsupported() -> str | None:
     """The reason why this torch's reducer cannot be replaced, or None."""
-    if "bucket_cap_mb_list" not in inspect.signature(TorchDDP).parameters:
+    if "bucket_cap_mb_list" not in inspect.signature(TorchDDP.__init__).parameters:
         return (
             f"torch {torch.__version__} takes one cap for all buckets; a cap for each, as in torch {OLDEST}, is needed"
         )
