@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -181,6 +181,23 @@ def follows(ours: Any, theirs: Any, *, called: Sequence[Any] = (), accumulate: b
     }
 
 
+@contextmanager
+def waiting_for_all_reduces() -> Iterator[None]:
+    """torch does not wait for the all-reduce of delayed gradients: on gloo the optimiser could come first."""
+    asynchronous = dist.all_reduce
+
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        if (work := asynchronous(*args, **kwargs)) is not None:
+            work.wait()
+        return work
+
+    dist.all_reduce = waited
+    try:
+        yield
+    finally:
+        dist.all_reduce = asynchronous
+
+
 def case(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     build, keywords = CASES[name]
@@ -190,7 +207,8 @@ def case(name: str) -> dict[str, Any]:
         given = keywords(model) if callable(keywords) else keywords
         models.append(kind(model, **given, **more))
     theirs, ours = models
-    found = follows(ours, theirs, accumulate="delayed" not in name)
+    with waiting_for_all_reduces() if name == "delayed" else nullcontext():
+        found = follows(ours, theirs, accumulate="delayed" not in name)
     has_sparse = any(ours._build_params_for_reducer()[1])
     return {
         **found,

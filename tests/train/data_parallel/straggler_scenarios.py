@@ -180,3 +180,26 @@ def becomes_slow(*, rank: int, overlap: bool) -> dict[str, Any]:
     finally:
         rank_watch.EVERY, rank_watch.READ = every, read
         logging.getLogger("dovetail").removeHandler(lines)
+
+
+def looks_apart() -> float:
+    """The sum of the parameters after looks at other iterations on each rank: the first one has evaluated alone."""
+    every = rank_watch.EVERY
+    rank_watch.EVERY = 20
+    try:
+        net = SleepingNet()
+        model = DistributedDataParallel(net, tuning=WATCH, find_unused_parameters=True, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(WATCH.most + 2):
+            iterate(model, optimizer)
+            if model.report.state != "trying":
+                break
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                for _ in range(7):
+                    model(torch.ones(8, 16))
+        for _ in range(3 * 20):
+            iterate(model, optimizer)
+        return float(sum(p.double().sum() for p in net.parameters()))
+    finally:
+        rank_watch.EVERY = every

@@ -89,7 +89,8 @@ class RankWatch:
         ddp = self._ddp()
         assert ddp is not None, "it calls"
         exchanged = ddp.exchange is not None and ddp.exchange.active
-        self._target = ExchangeTarget(ddp) if exchanged else ReducerTarget(ddp)
+        # Ranks count their own forward passes, and one may evaluate alone: their looks need not be at the same time.
+        self._target = ExchangeTarget(ddp) if exchanged else ReducerTarget(ddp, together=False)
         self._seen, self._awaited = [], False
         self._looks += 1
         self._target.begin(self._on_iteration)

@@ -36,8 +36,12 @@ class ReducerTarget:
 
     overlap: Overlap = "backward"
 
-    def __init__(self, ddp: TorchDDP, own: ReducerBuckets | None = None) -> None:
-        """`own` are the buckets from before planning: by default those that it has now."""
+    def __init__(self, ddp: TorchDDP, own: ReducerBuckets | None = None, *, together: bool = True) -> None:
+        """`own` are the buckets from before planning: by default those that it has now.
+
+        `together`: all ranks watch the same iterations. Otherwise nothing is asked of other ranks, and parameters
+        without a gradient have no ready time.
+        """
         self._ddp = ddp
         module = getattr(ddp.module, "_orig_mod", ddp.module)  # a compiled module is named after what was compiled
         self.name, self.group, self.device = type(module).__name__, ddp.process_group, ddp.device
@@ -49,6 +53,7 @@ class ReducerTarget:
         self._timer: TimedHook | None = None
         self._timing = False
         self._last_ready: dict[int, float] = {}
+        self._together = together
 
     def begin(self, on_iteration: Callable[[ObservedIteration], None]) -> None:
         self._on_iteration = on_iteration
@@ -57,7 +62,7 @@ class ReducerTarget:
     def _ended(self, iteration: ObservedIteration) -> None:
         if self._timer is not None and self._timing:
             self._timer.end_iteration()
-        if iteration.ready:
+        if iteration.ready and self._together:
             iteration = replace(iteration, ready=self._completed(iteration.ready))
         self._on_iteration(iteration)
 
