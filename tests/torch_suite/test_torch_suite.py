@@ -10,7 +10,6 @@ from .runner import PAGE, broken, run, stored
 SOME = {
     "plain": (
         "test_DistributedDataParallelCPU_grad_is_view",
-        "test_ddp_logging_data_cpu",
         "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false",
         "test_static_graph_api_cpu",
         "test_grads_same_across_ranks_with_no_sync",
@@ -24,10 +23,14 @@ SOME = {
 """A few seconds of them, chosen so that each asks for something that a planned reducer could spoil."""
 
 
+KNOWN = ("test_ddp_logging_data_cpu",)
+"""It expects torch's own buckets, and samples of the log at torch's own steps, while a plan is being tried."""
+
+
 def test_what_torchs_class_passes_dovetails_passes() -> None:
     _, tests = stored()
     assert len(tests) > 80
-    assert broken(tests) == []
+    assert broken(tests) == list(KNOWN)
 
 
 def test_the_page_says_what_is_expected() -> None:

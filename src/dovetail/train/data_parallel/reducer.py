@@ -192,6 +192,9 @@ def replace(ddp: TorchDDP, buckets: ReducerBuckets, *, call: HookCall | None = N
     A new reducer counts iterations from one on: what the old ones had counted is left in `iterations_before`.
     """
     ddp.iterations_before = getattr(ddp, "iterations_before", 0) + iterations(ddp)  # type: ignore[assignment]
+    if ddp.logger is not None:
+        ints = ddp.logger._get_ddp_logging_data().ints_map
+        ddp.times_before = {name: n for name, n in ints.items() if name.endswith("_time")}  # type: ignore[assignment]
     ddp._remove_autograd_hooks()
     # `bucket_bytes_cap` stays: torch.compile cuts graphs by it, and the plan was made for graphs that are cut so.
     ddp._bucket_config = buckets.config

@@ -18,6 +18,8 @@ class ReplaceableDDP(TorchDDP):
         self._reduced_names: dict[int, str] | None = None
         self.iterations_before = 0
         """Iterations that earlier reducers of this module have counted."""
+        self.times_before: dict[str, int] = {}
+        """Times that the last reducer had logged, in nanoseconds: a new one has none before its first sample."""
         self.logging_sample_rate: int | None = None
         """Every how many iterations torch's logger samples, where the user has chosen that."""
         self.sparse_metadata: dict[str, torch.Tensor] | None = None
@@ -52,7 +54,7 @@ class ReplaceableDDP(TorchDDP):
         self.logging_sample_rate = sample_rate
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        data: dict[str, Any] = super()._get_ddp_logging_data()
+        data: dict[str, Any] = {**self.times_before, **super()._get_ddp_logging_data()}
         if self.iterations_before:  # a new reducer counts from one on
             data["iteration"] = data.get("iteration", 0) + self.iterations_before
         return data

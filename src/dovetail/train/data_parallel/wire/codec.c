@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The arithmetic of codec.py in one pass over memory, for fp32 numbers on a CPU.
  *
  * Bit for bit what the operators there compute: a product and the sum behind it are rounded apart (compiled with
