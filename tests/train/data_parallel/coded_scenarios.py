@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,13 +51,23 @@ def transfers(precision: Precision, elements: int) -> dict[str, bool]:
 
         masters = [torch.randn(width, generator=draw) for _ in range(ranks)]
         lost = torch.zeros(width)
-        ring.finish(coded.all_gather(mine, masters[rank], lost, coder, group, tag=1000 * number))
+        difference = masters[rank] - mine.view(ranks, -1)[rank]
+        ring.finish(coded.all_gather(size, difference, lost, coder, group, arrived=adding_to(mine), tag=1000 * number))
         reference.gather_differences(codec, masters, public)
         found["gathered"] &= torch.equal(mine, public)
         left = masters[rank] - public.view(ranks, -1)[rank]
         found["gathered"] &= bool(torch.allclose(lost, left, atol=1e-6))
     found["counted"] = coder.seconds > 0
     return found
+
+
+def adding_to(values: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
+    """What adds the differences that a gather brings."""
+
+    def arrived(start: int, differences: torch.Tensor) -> None:
+        values[start : start + differences.numel()].add_(differences)
+
+    return arrived
 
 
 def trains(precision: Precision) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dovetail.core.network import Precision
 from dovetail.train.data_parallel.wire import coded, ring
 from dovetail.train.data_parallel.wire.codec import CODECS
 from dovetail.train.data_parallel.wire.lane import CommunicationLane
+from tests.train.data_parallel.coded_scenarios import adding_to
 
 
 def cuts(draw: random.Random, elements: int, ranks: int) -> list[int]:
@@ -104,8 +105,12 @@ def any_borders_coded(seed: int, cases: int, precision: Precision) -> dict[str, 
                 wrong.append(f"case {case}: reduced over {borders}")
 
             values, lost_values = public.clone(), torch.zeros(mine.stop - mine.start)
-            new = masters[mine].clone()
-            ring.finish(coded.all_gather(values, new, lost_values, coder, group, tag=1, borders=borders))
+            new = masters[mine] - public[mine]
+            ring.finish(
+                coded.all_gather(
+                    whole, new, lost_values, coder, group, arrived=adding_to(values), tag=1, borders=borders
+                )
+            )
             expected = public + _sent_back(codec, masters - public, torch.zeros(whole), borders)
             if not torch.equal(values, expected):
                 wrong.append(f"case {case}: gathered over {borders}")

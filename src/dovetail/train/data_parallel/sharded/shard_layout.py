@@ -119,17 +119,22 @@ class ShardedBucket:
             flat[self.filled :].zero_()
             yield flat
 
-    def pack(self, flat: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
-        """Copies elements [start, stop) of the bucket, by default all, from the parameters into `flat`."""
-        spans = list(self._spans(start, self.elements if stop is None else stop))
-        if spans:
-            torch._foreach_copy_([flat[low:high] for _, low, high in spans], [m for m, _, _ in spans])
+    def pack(self, flat: torch.Tensor, start: int, stop: int, *, at: int = 0) -> None:
+        """Copies elements [start, stop) of the bucket from the parameters into `flat`, whose first element is `at`."""
+        if spans := list(self._spans(start, stop)):
+            torch._foreach_copy_([flat[low - at : high - at] for _, low, high in spans], [m for m, _, _ in spans])
 
-    def unpack(self, flat: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+    def unpack(self, flat: torch.Tensor, start: int, stop: int) -> None:
         """The reverse of `pack`: copies from `flat` into the parameters."""
-        spans = list(self._spans(start, self.elements if stop is None else stop))
-        if spans:
+        if spans := list(self._spans(start, stop)):
             torch._foreach_copy_([m for m, _, _ in spans], [flat[low:high] for _, low, high in spans])
+
+    def add(self, start: int, differences: torch.Tensor) -> None:
+        """Adds to the parameters; the first of `differences` belongs to element `start` of the bucket."""
+        if spans := list(self._spans(start, start + differences.numel())):
+            torch._foreach_add_(
+                [m for m, _, _ in spans], [differences[low - start : high - start] for _, low, high in spans]
+            )
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(part of a member's memory, its first element and the one behind its last in the bucket), member by member.

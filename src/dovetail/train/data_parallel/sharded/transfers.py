@@ -65,16 +65,26 @@ def reducing(
 def gathering(
     bucket: ShardedBucket, buffers: BufferPool, coder: Coder | None, group: dist.ProcessGroup, tag: int
 ) -> Run:
-    """The all-gather of a split bucket's new values."""
+    """The all-gather of a split bucket's new values; of one in fewer bytes, of how they differ from the old ones."""
     lost, master = bucket.lost, bucket.master
     if lost is None or master is None or coder is None:
         return _values_of_owners(bucket, buffers, group, tag)
 
     def run() -> ring.Transfer:
-        with bucket.travelling(buffers) as flat:
-            bucket.pack(flat)
-            yield from coded.all_gather(flat, master, lost.owned, coder, group, tag=tag, borders=bucket.borders)
-            bucket.unpack(flat)
+        with buffers.lend(master.shape, master.dtype, master.device) as difference:
+            difference[max(0, bucket.filled - bucket.first) :].zero_()  # the padding is no parameter's
+            bucket.pack(difference, bucket.first, bucket.first + master.numel(), at=bucket.first)
+            torch.sub(master, difference, out=difference)
+            yield from coded.all_gather(
+                bucket.elements,
+                difference,
+                lost.owned,
+                coder,
+                group,
+                arrived=bucket.add,
+                tag=tag,
+                borders=bucket.borders,
+            )
 
     return run
 

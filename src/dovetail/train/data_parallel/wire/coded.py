@@ -7,11 +7,13 @@ parameters differ from the old ones) is encoded once by its owner and passed on 
 uses what it has encoded, so that all ranks hold the same bits. What an encoding has lost stays with whoever made it and
 is added to what that rank encodes next.
 
-Messages go to the rank k places to the right in round k, a few at a time, so that at any moment every link carries the
-messages of one sender. Ranks whose parts differ in size send and receive different numbers of messages. So each message
-has a time, the same on all ranks, that only counts rounds and pieces, and a rank awaits what was sent at time t when it
-has sent what it sends up to time t + AHEAD: what a rank waits for was never sent later than what it has sent itself,
-and no ranks can wait for each other.
+A rank sends the first piece to each of the others, the one to its right first, then the second piece, and so on. All
+links into a rank and out of it are then in use all the time, also if ranks are not at the same point. (With all pieces
+for one rank before those for the next, two senders that are a little apart meet at one receiver while another receives
+nothing: measured on four ranks in training, a reduce-scatter took 1.45 times as long as its bytes need.) Ranks whose
+parts differ in size send and receive different numbers of messages. So each message has a time, the same on all ranks,
+that only counts pieces and places, and a rank awaits what was sent at time t when it has sent what it sends up to time
+t + AHEAD. What a rank waits for was never sent later than what it has sent itself: ranks never wait in a circle.
 """
 
 from __future__ import annotations
@@ -92,29 +94,35 @@ def reduce_scatter(
     `lost` has an element for each of `flat`: what earlier encodings have lost, and afterwards what this one has.
     """
     if group.size() > 1:
-        yield from _Exchange(flat, coder, group, tag, borders).reduce(lost, last=True)
+        yield from _Exchange(flat.numel(), flat.device, coder, group, tag, borders).reduce(flat, lost, last=True)
 
 
 def all_gather(
-    values: torch.Tensor,
-    new: torch.Tensor,
+    elements: int,
+    mine: torch.Tensor,
     lost: torch.Tensor,
     coder: Coder,
     group: dist.ProcessGroup,
     *,
+    arrived: Callable[[int, torch.Tensor], None],
     tag: int = 0,
     borders: Borders | None = None,
 ) -> Transfer:
-    """Brings `values`, which are the same on all ranks, to what the owners of its n parts have as `new`.
+    """Gives all ranks what the owners of the n parts of so many elements have as `mine`, the same bits for all.
 
-    The differences travel; `lost` gets what the encoding has lost of this rank's.
+    `arrived` is called with the first element and the values of everything that is decoded, this rank's own included;
+    the values are overwritten afterwards. `lost` gets what the encoding has lost of this rank's.
     """
     if group.size() > 1:
-        exchange = _Exchange(values, coder, group, tag, borders)
-        with SCRATCH.lend(new.shape, new.dtype, new.device) as difference:
-            torch.sub(new, exchange.part(0), out=difference)
+        with SCRATCH.lend(min(PIECE, elements), mine.dtype, mine.device) as decoded:
+
+            def put(wire: torch.Tensor, start: int, stop: int) -> None:
+                values = decoded[: stop - start]
+                coder.decode(wire, values)
+                arrived(start, values)
+
             lost.zero_()
-            yield from exchange.gather(difference, lost, coder.decode_add)
+            yield from _Exchange(elements, mine.device, coder, group, tag, borders).gather(mine, lost, put)
 
 
 def all_reduce(
@@ -130,25 +138,31 @@ def all_reduce(
     """Adds up `flat` over the ranks, on every rank; `lost_sums` is what this rank's encodings of sums have lost."""
     if group.size() == 1:
         return
-    exchange = _Exchange(flat, coder, group, tag, borders)
-    yield from exchange.reduce(lost, last=False)
-    way_back = exchange.gather(exchange.part(0), lost_sums, coder.decode)
+    exchange = _Exchange(flat.numel(), flat.device, coder, group, tag, borders)
+    yield from exchange.reduce(flat, lost, last=False)
+    way_back = exchange.gather(exchange.own(flat), lost_sums, lambda wire, a, b: coder.decode(wire, flat[a:b]))
     next(way_back, None)
     yield from way_back
 
 
 class _Exchange:
-    """The messages of one transfer on this rank. Part k is the one that belongs to the rank k places to the left."""
+    """The messages of one transfer on this rank, which cut every rank's part into pieces."""
 
     def __init__(
-        self, flat: torch.Tensor, coder: Coder, group: dist.ProcessGroup, tag: int, borders: Borders | None
+        self,
+        elements: int,
+        device: torch.device,
+        coder: Coder,
+        group: dist.ProcessGroup,
+        tag: int,
+        borders: Borders | None,
     ) -> None:
         self._ranks, self._rank, self._group, self._coder = group.size(), group.rank(), group, coder
-        self._device, self._tag = flat.device, tag
-        self._borders = equal_borders(flat.numel(), self._ranks) if borders is None else borders
-        self._parts = self._shared_out(flat)
+        self._device, self._tag = device, tag
+        self._borders = equal_borders(elements, self._ranks) if borders is None else borders
         self._pieces = [
-            [slice(at, min(at + PIECE, part.numel())) for at in range(0, part.numel(), PIECE)] for part in self._parts
+            [slice(at, min(at + PIECE, stop - start)) for at in range(0, stop - start, PIECE)]
+            for start, stop in pairwise(self._borders)
         ]
         self._sizes = [[coder.codec.wire_bytes(p.stop - p.start) for p in cut] for cut in self._pieces]
         """Bytes of the encoded form of every piece of every part."""
@@ -157,8 +171,13 @@ class _Exchange:
     def _shared_out(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[start:stop] for start, stop in pairwise(self._borders)]
 
-    def part(self, k: int) -> torch.Tensor:
-        return self._parts[(self._rank - k) % self._ranks]
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
+        return self._shared_out(flat)[self._rank]
+
+    def _span(self, owner: int, piece: slice) -> tuple[int, int]:
+        """A piece of a rank's part: its first element and the one behind its last, among all."""
+        return self._borders[owner] + piece.start, self._borders[owner] + piece.stop
 
     def _wires(self, owners: Sequence[int]) -> tuple[int, torch.dtype, torch.device]:
         """What memory the encoded forms of these parts need."""
@@ -170,25 +189,25 @@ class _Exchange:
         cut = iter(memory.split(sizes) if sizes else ())
         return [[next(cut) for _ in self._sizes[owner]] for owner in owners]
 
-    def reduce(self, lost: torch.Tensor, *, last: bool) -> Transfer:
+    def reduce(self, flat: torch.Tensor, lost: torch.Tensor, *, last: bool) -> Transfer:
         """Sends this rank's contributions to their owners, and adds up what it gets for its own part.
 
         `last`: nothing follows, so the next transfer can begin once all is posted.
         """
         if not self._most:
             return
-        lost_parts, mine = self._shared_out(lost), self.part(0)
+        parts, lost_parts, mine = self._shared_out(flat), self._shared_out(lost), self.own(flat)
         owners = [(self._rank + k) % self._ranks for k in range(1, self._ranks)]
         own = [self._rank] * len(owners)
         with SCRATCH.lend(*self._wires(owners)) as going, SCRATCH.lend(*self._wires(own)) as coming:
             out, into = self._cut(going, owners), self._cut(coming, own)
             receiving, sending = {}, []
-            steps: list[tuple[int, str, int, int]] = []  # (time, what to do, round, piece)
+            steps: list[tuple[int, str, int, int]] = []  # (time, what to do, places to the right, piece)
             for k in range(1, self._ranks):
                 for j, wire in enumerate(into[k - 1]):
                     receiving[k, j] = self._group.recv([wire], (self._rank - k) % self._ranks, self._tag + j)
-                    steps.append(((k - 1) * self._most + j + AHEAD, "add", k, j))
-                steps += [((k - 1) * self._most + j, "send", k, j) for j in range(len(out[k - 1]))]
+                    steps.append((j * (self._ranks - 1) + k - 1 + AHEAD, "add", k, j))
+                steps += [(j * (self._ranks - 1) + k - 1, "send", k, j) for j in range(len(out[k - 1]))]
             unsent = sum(len(wires) for wires in out)
             # All sends of a time come before what is then awaited, and neither has waited for anybody by AHEAD − 1.
             steps.append((AHEAD - 1, "yield", 0, 0))
@@ -196,7 +215,7 @@ class _Exchange:
                 if what == "send":
                     owner, wire = owners[k - 1], out[k - 1][j]
                     piece = self._pieces[owner][j]
-                    self._coder.encode(self._parts[owner][piece], lost_parts[owner][piece], wire)
+                    self._coder.encode(parts[owner][piece], lost_parts[owner][piece], wire)
                     sending.append(self._group.send([wire], owner, self._tag + j))
                     unsent -= 1
                 elif what == "add":
@@ -209,10 +228,8 @@ class _Exchange:
             for message in sending:
                 message.wait()
 
-    def gather(
-        self, mine: torch.Tensor, lost: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], None]
-    ) -> Transfer:
-        """Sends what this rank has encoded of `mine` around the ring; `put` decodes each part into its place."""
+    def gather(self, mine: torch.Tensor, lost: torch.Tensor, put: Callable[[torch.Tensor, int, int], None]) -> Transfer:
+        """Sends what this rank has encoded of `mine` around the ring; `put` decodes elements from one to another."""
         if not self._most:
             return
         right, left = (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
@@ -229,7 +246,7 @@ class _Exchange:
             for j, (piece, wire) in enumerate(zip(self._pieces[self._rank], wires[0], strict=True)):
                 self._coder.encode(mine[piece], lost[piece], wire)
                 sending.append(self._group.send([wire], right, first[self._rank] + j))
-                put(wire, self.part(0)[piece])
+                put(wire, *self._span(self._rank, piece))
             yield
             for k, messages in enumerate(receiving, 1):
                 owner = owners[k]
@@ -237,7 +254,7 @@ class _Exchange:
                     message.wait()
                     if k < self._ranks - 1:
                         sending.append(self._group.send([wires[k][j]], right, first[owner] + j))
-                    put(wires[k][j], self._parts[owner][self._pieces[owner][j]])
+                    put(wires[k][j], *self._span(owner, self._pieces[owner][j]))
                     if k == self._ranks - 1:
                         yield
             for message in sending:
@@ -255,8 +272,12 @@ def timed(group: dist.ProcessGroup, precision: Precision) -> dict[CollectiveName
         return kept["lost"][: flat.numel()]
 
     def gather(flat: torch.Tensor, tag: int) -> Transfer:
-        part = flat.view(group.size(), -1)[group.rank()]
-        return all_gather(flat, part, lost(flat)[: part.numel()], coder, group, tag=tag)
+        mine = flat.view(group.size(), -1)[group.rank()]
+
+        def arrived(start: int, values: torch.Tensor) -> None:
+            flat[start : start + values.numel()].copy_(values)
+
+        return all_gather(flat.numel(), mine, lost(flat)[: mine.numel()], coder, group, arrived=arrived, tag=tag)
 
     def reduce(flat: torch.Tensor, tag: int) -> Transfer:
         width = flat.numel() // group.size()
