@@ -180,7 +180,7 @@ def test_a_value_below_the_rounding_is_sent_in_the_end(codec: Codec) -> None:
 
 @every_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("at", [0, 700, 3 * BLOCK + 10])
+@pytest.mark.parametrize("at", [0, BLOCK + 90, 3 * BLOCK + 10])
 def test_what_is_not_finite_stays_so_and_spoils_neither_other_blocks_nor_later_messages(
     codec: Codec, bad: float, at: int
 ) -> None:

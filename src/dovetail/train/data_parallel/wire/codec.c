@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { BLOCK = 512 };
+enum { BLOCK = 128 };
 static const float STEPS = 127.0f, SMALLEST_SCALE = 0x1p-126f;
 
 static inline float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
@@ -51,7 +51,8 @@ void int8_encode(const float *values, float *error, float *scales, int8_t *steps
         steps_of(x, 1.0f / scale, s, width);
         if (error) {
             float *e = error + at;
-            for (int64_t i = 0; i < width; i++) e[i] -= (float)s[i] * scale;
+            /* With its sign also where it is zero, as torch's rounded number has it. */
+            for (int64_t i = 0; i < width; i++) e[i] -= copysignf((float)s[i], e[i]) * scale;
         }
     }
 }

@@ -1,8 +1,8 @@
 """Numbers in fewer bytes: what travels in place of fp32 where a bucket's precision is "bf16" or "int8".
 
-bf16 keeps the upper half of every fp32 number, rounded to the nearest: 2 bytes. int8 cuts a tensor into blocks of 512
+bf16 keeps the upper half of every fp32 number, rounded to the nearest: 2 bytes. int8 cuts a tensor into blocks of 128
 numbers and sends, for each block, one fp32 scale (its largest magnitude / 127) and every number as a multiple of it,
-rounded to the nearest: 1.008 bytes.
+rounded to the nearest: 1.031 bytes.
 
 Error feedback: the sender keeps in fp32 what rounding lost and adds it to what it sends next. So what was sent up to
 any time differs from what was to be sent by the rounding of one message, not of all.
@@ -28,7 +28,7 @@ from dovetail.core.network import Precision
 
 from . import kernels
 
-BLOCK = 512
+BLOCK = 128
 """Numbers that share one scale in int8."""
 
 ALIGNMENT = 16
