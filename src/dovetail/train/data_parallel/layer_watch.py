@@ -133,7 +133,7 @@ def compare_ranks(
 ) -> RankComparison:
     """All ranks beside each other, by as many iterations of each, with so many bytes of gradients.
 
-    All ranks call it together.
+    All ranks call it together, with nothing on the links.
     """
     if not mine:
         return RankComparison(iteration=0.0, iterations=0)
@@ -142,6 +142,9 @@ def compare_ranks(
     shared = agree.everyones(table.ravel().tolist(), group, device)
     found = stragglers.compare(columns, np.asarray(shared).reshape(-1, *table.shape))
     links = stragglers.slow_links(found, link_seconds(group, device), PROBE, gradients)
+    if links:  # other work of the machine can delay one rank's messages: a second look must say the same
+        again = {f.rank for f in stragglers.slow_links(found, link_seconds(group, device), PROBE, gradients)}
+        links = tuple(f for f in links if f.rank in again)
     return replace(found, slow=tuple(sorted([*found.slow, *links], key=lambda f: -f.seconds)))
 
 

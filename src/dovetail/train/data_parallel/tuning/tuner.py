@@ -170,14 +170,15 @@ class Tuner:
             yield
         seen = yield from self._watch(tuning.measure)
         order, profile, optimizer = self._profile(seen)
-        alone = [s.alone for s in seen if s.alone is not None]
-        ranks = compare_ranks(alone, profile.parameter_bytes, target.group, target.device)
         if (probe := target.probe(profile)) is not None:
             target.use(order, probe)
             for _ in range(max(SETTLE, tuning.settle)):
                 yield
             yield from self._watch(tuning.measure)
         network = target.network(max(1024, min(profile.parameter_bytes, LARGEST)), tuning.network_seconds)
+        # Not earlier: with dovetail's optimiser the iteration before has left its all-gathers on the links.
+        alone = [s.alone for s in seen if s.alone is not None]
+        ranks = compare_ranks(alone, profile.parameter_bytes, target.group, target.device)
         # The rank that arrived last saw the shortest time, which has no waiting for others in it.
         totals = agree.smallest([s.total for s in seen], target.group, target.device)
         network, plans, notes = self._plans(profile, network, float(np.quantile(totals, 0.25)), optimizer)
