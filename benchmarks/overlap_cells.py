@@ -36,6 +36,8 @@ MODELS = {
 }
 CONTEST_SECONDS = 110.0
 """What the turns of a cell may take; those of slow cells have fewer iterations."""
+TRIAL_SECONDS = 5.0
+"""What one turn of dovetail's own trials may take."""
 
 Row = dict[str, Any]
 
@@ -134,7 +136,8 @@ def spec(cell: Cell, scaled: Profile, contestants: tuple[str, ...], *, quick: bo
     iteration = max(scaled.forward_time() + scaled.backward_time(), cell.all_reduce_seconds(scaled)) * 1.3
     rounds, settle = (2, 1) if quick else (3, 1)
     fitting = int(CONTEST_SECONDS / (iteration * len(contestants) * rounds)) - settle
-    tuning: dict[str, int | float] = {"warmup": 1, "measure": 4, "steps": 1, "duel": 5, "duel_steps": 1}
+    trial = 1 if quick else min(3, max(1, int(TRIAL_SECONDS / iteration)))
+    tuning: dict[str, int | float] = {"warmup": 1, "measure": 4, "steps": trial, "duel": 5, "duel_steps": trial}
     # Two lines measure four collectives, and three more in fewer bytes: large messages take seconds at these rates.
     measured = 7 if {"bf16", "int8"} & set(contestants) else 4
     tuning["network_seconds"] = (2.0 if quick else 3.0) * measured

@@ -196,7 +196,8 @@ class ExchangeTarget:
             for p in found
             if memory == "time" or _split_share(p) >= LEAST_SPLIT
         ]
-        return _distinct([*own, *plans])[:count]
+        # One more than torch's reducer alone has: merging, plans of both kinds and all split are to meet.
+        return _distinct([*own, *plans])[: count + 1]
 
     def notes(self, profile: Profile, network: Network) -> tuple[str, ...]:
         return ()

@@ -53,7 +53,7 @@ class Tuning:
     measure: int = 10
     """Iterations whose gradient-ready times are taken."""
     candidates: int = 4
-    """Bucketings to try, torch's own among them."""
+    """Bucketings to try, torch's own among them; one more with dovetail's optimiser."""
     settle: int = 1
     """Iterations after each change of buckets that are not timed: torch has the new ones in ready order from the second
     on. Of those that are timed the slowest does not count."""
@@ -93,7 +93,7 @@ class Tuning:
     @property
     def most(self) -> int:
         """Iterations that planning takes at most, from the first to the one after which the kept plan is in force."""
-        heats = (self.candidates - 1) * self.rounds * (self.settle + self.steps) if self.candidates > 2 else 0
+        heats = self.candidates * self.rounds * (self.settle + self.steps)
         duel = LONGEST * 2 * self.duel * (self.settle + self.duel_steps)
         return self.warmup + 2 * self.measure + 2 + self.settle + heats + duel + 1
 
