@@ -32,6 +32,8 @@ class Variant:
     name: str
     precision: Precision = "full"
     feedback: bool = True
+    reverse: bool = False
+    """Whether the workers' gradients are added up in reverse order: other roundings of fp32, and nothing else."""
 
 
 class FlatBucket:
@@ -39,7 +41,7 @@ class FlatBucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], variant: Variant, *, split: bool) -> None:
         self.codec = CODECS.get(variant.precision)
-        self.split, self.feedback = split, variant.feedback
+        self.split, self.feedback, self.reverse = split, variant.feedback, variant.reverse
         used = sum(p.numel() for p in parameters)
         self.width = -(-used // (WORKERS * BLOCK)) * BLOCK
         elements = self.width * WORKERS
@@ -65,7 +67,7 @@ class FlatBucket:
     def reduce(self) -> None:
         """Leaves in the master's `.grad` what the workers' optimisers get."""
         if self.codec is None:
-            total = self.gradients.sum(0)
+            total = (self.gradients.flip(0) if self.reverse else self.gradients).sum(0)
         else:
             total = reduce_in(self.codec, list(self.gradients), None if self.errors is None else list(self.errors))
             if not self.split:
