@@ -15,7 +15,7 @@ static inline float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); ret
 static inline uint32_t as_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
 
 /* Largest magnitude of a block; not finite if one of its numbers is not, since such bits are larger than others. */
-static float largest(const float *x, int64_t n) {
+static inline float largest(const float *restrict x, int64_t n) {
     uint32_t most = 0;
     for (int64_t i = 0; i < n; i++) {
         uint32_t bits = as_bits(x[i]) & 0x7fffffffu;
@@ -24,37 +24,37 @@ static float largest(const float *x, int64_t n) {
     return as_float(most);
 }
 
-static void steps_of(const float *x, float inverse, int8_t *steps, int64_t n) {
-    for (int64_t i = 0; i < n; i++) steps[i] = (int8_t)(int32_t)rintf(x[i] * inverse);
+/* One block. Inlined, so that the loops of whole blocks have a length that the compiler knows. */
+static inline __attribute__((always_inline)) void encode_block(
+    const float *restrict values, float *restrict error, float *restrict scales, int8_t *restrict steps, int64_t n) {
+    const float *x = values;
+    if (error) {
+        for (int64_t i = 0; i < n; i++) error[i] += values[i];
+        x = error;
+    }
+    float scale = largest(x, n) / STEPS;
+    scale = scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
+    *scales = scale;
+    if (!isfinite(scale)) { /* every number of the block arrives as one that is not finite */
+        memset(steps, 1, n);
+        if (error) memset(error, 0, 4 * n);
+        return;
+    }
+    float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < n; i++) {
+        float rounded = rintf(x[i] * inverse);
+        steps[i] = (int8_t)(int32_t)rounded;
+        if (error) error[i] = x[i] - rounded * scale;
+    }
 }
 
 /* scales: one for each block, the last of which may be shorter. With `error` it encodes values + error, and leaves in
  * `error` what was lost. */
 void int8_encode(const float *values, float *error, float *scales, int8_t *steps, int64_t n) {
-    for (int64_t at = 0, b = 0; at < n; at += BLOCK, b++) {
-        int64_t width = n - at < BLOCK ? n - at : BLOCK;
-        const float *x = values + at;
-        if (error) {
-            float *e = error + at;
-            for (int64_t i = 0; i < width; i++) e[i] += x[i];
-            x = e;
-        }
-        float scale = largest(x, width) / STEPS;
-        scale = scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
-        scales[b] = scale;
-        int8_t *s = steps + at;
-        if (!isfinite(scale)) { /* every number of the block arrives as one that is not finite */
-            memset(s, 1, width);
-            if (error) memset(error + at, 0, 4 * width);
-            continue;
-        }
-        steps_of(x, 1.0f / scale, s, width);
-        if (error) {
-            float *e = error + at;
-            /* With its sign also where it is zero, as torch's rounded number has it. */
-            for (int64_t i = 0; i < width; i++) e[i] -= copysignf((float)s[i], e[i]) * scale;
-        }
-    }
+    int64_t at = 0, b = 0;
+    for (; at + BLOCK <= n; at += BLOCK, b++)
+        encode_block(values + at, error ? error + at : 0, scales + b, steps + at, BLOCK);
+    if (at < n) encode_block(values + at, error ? error + at : 0, scales + b, steps + at, n - at);
 }
 
 void int8_decode(const float *scales, const int8_t *steps, float *out, int64_t n) {
