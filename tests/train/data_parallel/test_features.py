@@ -1,0 +1,68 @@
+"""What docs/integrations.md says to work: each feature with torch's DDP, with one line and with two, compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_all
+
+from . import feature_scenarios
+from .feature_scenarios import BOTH, ONE
+
+CLOSE = {"autocast": 1e-6}
+"""Differences that rounding leaves, where it is not that of float64."""
+REFUSED = {
+    "inside backward": "optimisers that run inside backward need whole gradients",
+    "hook": "a communication hook reduces whole gradients",
+    "delayed": "delayed all-reduces",
+    "caps": "a list of bucket caps",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each scenario came to on both ranks. They run once, in the same processes."""
+    calls: dict[str, Any] = {name: (feature_scenarios.compared, {"name": name}) for name in BOTH | ONE}
+    for name in ("batch_norm_of_all_ranks", "meshed", "refusals", "pickled"):
+        calls[name] = (getattr(feature_scenarios, name), {})
+    calls["checkpointed"] = (feature_scenarios.checkpointed, {"folder": str(tmp_path_factory.mktemp("kept"))})
+    reports = run_all(list(calls.values()))
+    return {name: [rank[k] for rank in reports] for k, name in enumerate(calls)}
+
+
+@pytest.mark.parametrize("name", [*BOTH, *ONE])
+def test_one_line_equals_torch(found: dict[str, list[Any]], name: str) -> None:
+    for result in found[name]:
+        assert result["different"] == []
+        assert result["state"] == "done" and result["plan"], result["reason"]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_two_lines_equal_torch(found: dict[str, list[Any]], name: str) -> None:
+    assert all(result["worst"] < CLOSE.get(name, 1e-10) and result["exchange"] for result in found[name]), found[name]
+
+
+def test_sync_batch_norm_needs_an_accelerator_with_torchs_wrapper_too(found: dict[str, list[Any]]) -> None:
+    for said in found["batch_norm_of_all_ranks"]:
+        assert said["torch"] == said["one line"] == said["two lines"] and "GPU" in said["torch"]
+
+
+def test_distributed_checkpoint_stores_and_loads_as_with_torch(found: dict[str, list[Any]]) -> None:
+    assert found["checkpointed"] == [0.0, 0.0]
+
+
+def test_a_device_mesh_is_a_process_group_with_one_line(found: dict[str, list[Any]]) -> None:
+    for result in found["meshed"]:
+        assert result["same"] and "a device mesh" in result["said"]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_second_line_refuses_in_one_line(found: dict[str, list[Any]], what: str) -> None:
+    for said in found["refusals"]:
+        assert REFUSED[what] in said[what] and "\n" not in said[what]
+
+
+def test_pickles_compute_what_the_wrapper_does(found: dict[str, list[Any]]) -> None:
+    assert all(all(result.values()) for result in found["pickled"])
