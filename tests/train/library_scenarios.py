@@ -167,13 +167,14 @@ def with_accelerate(modes: list[str]) -> Results:
         first = run(mode, 1, store=path)
         return [*first, *run(mode, 2, resume=(path, 1))]
 
-    trained = {
-        "clipped": lambda mode: run(mode, 2),
-        "accumulated, clipped, bf16": lambda mode: run(mode, 2, accumulate=2, precision="bf16"),
-    }
-    # safetensors, in which Accelerate stores, refuses parameters that share memory, as those of the second line may.
-    plain = [mode for mode in modes if mode != "dovetail_overlap"]
-    return in_every_mode(modes, trained) | in_every_mode(plain, {"resumed": resumed})
+    return in_every_mode(
+        modes,
+        {
+            "clipped": lambda mode: run(mode, 2),
+            "accumulated, clipped, bf16": lambda mode: run(mode, 2, accumulate=2, precision="bf16"),
+            "resumed": resumed,
+        },
+    )
 
 
 def with_trainer(modes: list[str]) -> Results:

@@ -20,14 +20,15 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dovetail
+from dovetail import Tuning
 
 from . import feature_scripts as scripts
 from .feature_scripts import Script, layers, sgd
 from .optimizer_scenarios import Normalised, Tuned
 from .overlap_scenarios import CAP, of_kinds, refusal
 from .scenarios import batch, preferring
-from .tuner_scenarios import QUICK
 
+QUICK = Tuning(warmup=1, measure=2, candidates=3, steps=1, duel=5, duel_steps=1, network_seconds=0.05)
 AFTER = 3
 """Iterations with the kept plan."""
 CHANGE = 3
