@@ -189,17 +189,10 @@ def test_a_hidden_sitecustomize_is_run(tmp_path: Path, capfd: pytest.CaptureFixt
     assert (own, heavy) == ("True", "False") and file.endswith("dovetail/train/run/site/sitecustomize.py")
 
 
-@pytest.mark.parametrize("ranked", [True, False], ids=["static", "c10d"])
-def test_two_machines_train_together_and_the_one_with_rank_0_says_the_line(
-    ranked: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def two_machines(tmp_path: Path, text: str, *, ranked: bool) -> list[tuple[int, list[str]]]:
+    """Exit code and told lines of each of two machines with a worker each; their ranks are given, or agreed on."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    text = JOINED + (
-        "model = DistributedDataParallel(nn.Linear(8, 8)); steps(model, 3)\n"
-        "told(type(model).__module__, dist.get_rank(), dist.get_world_size(), os.environ['LOCAL_RANK'])\n"
-        "dist.destroy_process_group()\n"
-    )
 
     def machine(number: int) -> tuple[int, list[str]]:
         folder = tmp_path / str(number)
@@ -209,11 +202,53 @@ def test_two_machines_train_together_and_the_one_with_rank_0_says_the_line(
         return trained(folder, text, workers=1, rendezvous=meeting)
 
     with ThreadPoolExecutor(2) as pool:
-        ended = sorted(pool.map(machine, (0, 1)))
-    assert ended == [(0, []), (0, [UNFINISHED])]
+        return sorted(pool.map(machine, (0, 1)))
+
+
+@pytest.mark.parametrize("ranked", [True, False], ids=["static", "c10d"])
+def test_two_machines_train_together_and_the_one_with_rank_0_says_the_line(
+    ranked: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = JOINED + (
+        "model = DistributedDataParallel(nn.Linear(8, 8)); steps(model, 3)\n"
+        "told(type(model).__module__, dist.get_rank(), dist.get_world_size(), os.environ['LOCAL_RANK'])\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert two_machines(tmp_path, text, ranked=ranked) == [(0, []), (0, [UNFINISHED])]
     assert sorted(capfd.readouterr().out.splitlines()) == [
         f"dovetail.train.data_parallel.module {rank} 2 0" for rank in (0, 1)
     ]
+
+
+TWO_LINES = """
+import copy, dovetail
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+alone = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+model = DistributedDataParallel(copy.deepcopy(alone))
+optimizer = dovetail.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+by_hand = torch.optim.SGD(alone.parameters(), lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
+for _ in range(6):
+    x = torch.randn(4, 8).double()
+    for trained, opt in ((model, optimizer), (alone, by_hand)):
+        opt.zero_grad()
+        trained(x).square().mean().backward()
+        for p in alone.parameters() if trained is alone else ():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        opt.step()
+pairs = zip(model.parameters(), alone.parameters(), strict=True)
+told(model.exchange.active, max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-12)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_with_the_second_line_trains_on_two_machines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert two_machines(tmp_path, TWO_LINES, ranked=True) == [(0, []), (0, [UNFINISHED])]
+    assert capfd.readouterr().out.splitlines() == ["True True"] * 2
 
 
 def until(holds: Callable[[], bool]) -> None:
