@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,14 +17,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import dovetail
 from dovetail import Tuning
 
 from . import feature_scripts as scripts
-from .feature_scripts import Script, layers, sgd
+from .feature_scripts import Script, layers, sgd, x
 from .optimizer_scenarios import Normalised, Tuned
 from .overlap_scenarios import CAP, of_kinds, refusal
 from .scenarios import batch, preferring
@@ -31,8 +34,21 @@ from .scenarios import batch, preferring
 QUICK = Tuning(warmup=1, measure=2, candidates=3, steps=1, duel=5, duel_steps=1, network_seconds=0.05)
 AFTER = 3
 """Iterations with the kept plan."""
+SECOND = 11
+"""Iterations with two lines."""
 CHANGE = 3
 """After this many iterations every other bucket of the second line is whole."""
+
+
+def _written(wrap: Any, line: Any) -> Iterator[list[Any]]:
+    """Parameters are written after every step."""
+    model = wrap(layers())
+    for trained in scripts.iterations(model, line(sgd(model), model)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        yield trained
+
 
 BOTH: dict[str, Script] = {
     "require_backward_grad_sync": scripts.by_flag,
@@ -66,6 +82,7 @@ BOTH: dict[str, Script] = {
     "exported": scripts.exported,
     "hooked": scripts.hooked,
     "referred": scripts.referred,
+    "written": _written,
 }
 """What works with one line and with two."""
 
@@ -88,7 +105,37 @@ def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2, tolerance_change=0.0, tolerance_grad=0.0)
 
 
-ONE: dict[str, Script] = {"own hook": _own_hook, "LBFGS": scripts.closed(_lbfgs)}
+class Marked(nn.Parameter):
+    """A class of the user's own."""
+
+
+def _marked() -> Any:
+    module: Any = layers()
+    module[3].weight = Marked(module[3].weight.detach())
+    return module
+
+
+def _with_gaps() -> Any:
+    """A parameter that has every other column of a matrix, and two that have the same memory."""
+    module: Any = layers()
+    wide = torch.stack([module[3].weight.detach(), torch.zeros(48, 48).double()], dim=2).flatten(1)
+    module[3].weight = nn.Parameter(wide[:, ::2])
+    shared = module[5].bias.detach()
+    module[5].bias, module[7].bias = nn.Parameter(shared), nn.Parameter(shared.view(-1))
+    return module
+
+
+def _zero(parameters: Any) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.003)
+
+
+ONE: dict[str, Script] = {
+    "own hook": _own_hook,
+    "LBFGS": scripts.closed(_lbfgs),
+    "ZeroRedundancyOptimizer": scripts.by(_zero),
+    "subclass of Parameter": scripts.given(_marked),
+    "gaps": scripts.given(_with_gaps),
+}
 """What works with one line only."""
 
 
@@ -108,37 +155,35 @@ def _lines(way: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def compared(name: str) -> dict[str, Any]:
-    """A script in every way, iteration by iteration, through the whole of planning and a bit longer."""
+    """A script in every way, iteration by iteration; with one line through the whole of planning and a bit longer."""
     warnings.simplefilter("ignore")
     script = (BOTH | ONE)[name]
-    ways = ["torch", "one line", *(["two lines"] if name in BOTH else [])]
-    running = {way: script(*_lines(way)) for way in ways}
-    different, worst, after = [], 0.0, 0
+    torchs, one = script(*_lines("torch")), script(*_lines("one line"))
+    two = script(*_lines("two lines")) if name in BOTH else iter(())
+    different, worst, exchanged, after = [], 0.0, 0, 0
     for step in range(QUICK.most + AFTER):
-        seen = {}
-        for way, iterations in running.items():
-            with preferring(1):
-                seen[way] = next(iterations)
-        expected = _values(seen["torch"])
-        if not all(torch.equal(a, b) for a, b in zip(expected, _values(seen["one line"]), strict=True)):
+        expected = _values(next(torchs))
+        with preferring(1):
+            seen = next(one)
+        if not all(torch.equal(a, b) for a, b in zip(expected, _values(seen), strict=True)):
             different.append(step)
-        if "two lines" in seen:
-            pairs = zip(expected, _values(seen["two lines"]), strict=True)
-            worst = max(worst, *(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()))
-            model = seen["two lines"][0]
+        report = seen[0].report
+        if step < SECOND and (trained := next(two, None)) is not None:
+            pairs = zip(expected, _values(trained), strict=True)
+            worst = max(worst, *(float((a.double() - b.double()).abs().max()) for a, b in pairs))
+            exchanged += trained[0].exchange.active
             if step == CHANGE:
-                model.optimizer.move(*of_kinds(model, "ws"))
-        report = seen["one line"][0].report
+                trained[0].optimizer.move(*of_kinds(trained[0], "ws"))
         after += report.state in ("done", "off")
         if after == AFTER:
             break
     return {
         "different": different[:5],
         "worst": worst,
+        "exchanged": exchanged,
         "state": report.state,
         "reason": report.reason,
         "plan": report.plan is not None,
-        "exchange": "two lines" not in seen or model.exchange.active,
     }
 
 
@@ -201,28 +246,67 @@ def meshed() -> dict[str, Any]:
     return {"same": same, "said": refusal(lambda: dovetail.optimizer(sgd(model), model))}
 
 
+def regrouped() -> dict[str, Any]:
+    """Another process group in the middle of training, with one line; what the second says."""
+    results = []
+    for way in ("torch", "one line"):
+        model = _lines(way)[0](layers())
+        for step, _ in zip(range(8), scripts.iterations(model, sgd(model)), strict=False):
+            if step == 4:
+                model._update_process_group(dist.new_group())
+        results.append(_values([model]))
+    wrap, line = _lines("two lines")
+    model = wrap(layers())
+    line(sgd(model), model)
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(*results, strict=True)),
+        "said": refusal(lambda: model._update_process_group(dist.group.WORLD)),
+    }
+
+
+def converted() -> dict[str, float]:
+    """How far gradients are from the average of all ranks once a wrapped model has another dtype."""
+    found = {}
+    for way in ("torch", "one line"):
+        model = _lines(way)[0](layers())
+        next(scripts.iterations(model, sgd(model)))
+        model.to(torch.float32)
+        alone = copy.deepcopy(model.module)
+        for one in (model, alone):
+            one.zero_grad()
+            one(x(1).float()).square().mean().backward()
+        pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
+        for _, own in pairs:
+            dist.all_reduce(own)
+        found[way] = max(float((gradient - own / dist.get_world_size()).abs().max()) for gradient, own in pairs)
+    return found
+
+
 def refusals() -> dict[str, str]:
     """What the second line cannot work with, and says so."""
 
-    def second(**given: Any) -> str:
-        model = dovetail.DistributedDataParallel(layers(), **given)
-        return refusal(lambda: dovetail.optimizer(sgd(model), model))
+    def second(module: nn.Module | None = None, make: Callable[[Any], Any] = sgd, **given: Any) -> str:
+        model = dovetail.DistributedDataParallel(module or layers(), **given)
+        return refusal(lambda: dovetail.optimizer(make(model), model))
 
     module = layers()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    inside = dovetail.DistributedDataParallel(module)
     hooked = dovetail.DistributedDataParallel(layers())
     hooked.register_comm_hook(None, allreduce_hook)
     delayed = layers()
     named = list(delayed.named_parameters())
-    late = dovetail.DistributedDataParallel(
-        delayed, delay_all_reduce_named_params=named[-2:], param_to_hook_all_reduce=named[-3][1]
-    )
     return {
-        "inside backward": refusal(lambda: dovetail.optimizer(sgd(inside), inside)),
+        "inside backward": second(module),
         "hook": refusal(lambda: dovetail.optimizer(sgd(hooked), hooked)),
-        "delayed": refusal(lambda: dovetail.optimizer(sgd(late), late)),
+        "delayed": second(delayed, delay_all_reduce_named_params=named[-2:], param_to_hook_all_reduce=named[-3][1]),
         "caps": second(bucket_cap_mb_list=[0.01, 1.0]),
+        "subclass of Parameter": second(_marked()),
+        "ZeroRedundancyOptimizer": second(make=lambda model: _zero(model.parameters())),
+        "mixed_precision": refusal(
+            lambda: dovetail.DistributedDataParallel(
+                layers(), overlap="forward", mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)
+            )
+        ),
     }
 
 

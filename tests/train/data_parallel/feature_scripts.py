@@ -231,7 +231,7 @@ def scheduled(wrap: Any, line: Any) -> Iterator[list[Any]]:
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters[:4]}, {"params": parameters[4:8], "lr": 0.002}]
     optimizer = line(torch.optim.AdamW(groups, lr=0.01), model)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
+    scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
     for step in count():
         if step == 4:
             optimizer.add_param_group({"params": parameters[8:], "lr": 0.001, "initial_lr": 0.001})
