@@ -295,7 +295,13 @@ def refusals() -> dict[str, str]:
     hooked.register_comm_hook(None, allreduce_hook)
     delayed = layers()
     named = list(delayed.named_parameters())
+    twice = dovetail.DistributedDataParallel(layers(), plan=None)
+    own = dovetail.optimizer(sgd(twice), twice)
+    loss = twice(x(0)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
     return {
+        "twice": refusal(own.step),
         "inside backward": second(module),
         "hook": refusal(lambda: dovetail.optimizer(sgd(hooked), hooked)),
         "delayed": second(delayed, delay_all_reduce_named_params=named[-2:], param_to_hook_all_reduce=named[-3][1]),

@@ -372,7 +372,9 @@ def hooked(wrap: Any, line: Any) -> Iterator[list[Any]]:
     model.module[5].register_forward_hook(lambda *given: seen.append(given[2].detach().clone()))
     model.module[5].register_full_backward_hook(lambda *given: seen.append(given[2][0].clone()))
     model.module[7].weight.register_hook(lambda gradient: gradient * 0.5)
-    for trained in iterations(model, line(sgd(model), model)):
+    optimizer = line(sgd(model), model)
+    model.module[9].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for trained in iterations(model, optimizer):
         yield [*trained, *seen]
         seen.clear()
 

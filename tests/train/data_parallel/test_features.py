@@ -14,6 +14,7 @@ from .feature_scenarios import BOTH, ONE, SECOND
 CLOSE = {"autocast": 1e-6}
 """Differences that rounding leaves, where it is not that of float64."""
 REFUSED = {
+    "twice": "was the second of one forward pass",
     "inside backward": "optimisers that run inside backward need whole gradients",
     "hook": "a communication hook reduces whole gradients",
     "delayed": "delayed all-reduces",

@@ -118,7 +118,8 @@ class GradientExchange:
             adding = get_gradient_edge(parameter).node
             self._nodes.append(adding)
             self._handles.append(adding.register_prehook(_weakly(held, "_before", index)))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_weakly(held, "_after", index)))
+            # Not one of register_post_accumulate_grad_hook: those of the user find this rank's gradient, as in torch.
+            self._handles.append(adding.register_hook(_weakly(held, "_after", index)))
         self.index = {id(p): i for i, (_, p) in enumerate(named)}
         self.buckets: list[ShardedBucket] = []
         self.bucket_of: dict[int, ShardedBucket] = {}
