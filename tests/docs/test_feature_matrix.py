@@ -37,12 +37,9 @@ def files(name: str) -> list[Path]:
 
 @cache
 def functions(path: Path) -> frozenset[str]:
-    """Names of the tests in a file."""
-    return frozenset(node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if is_test(node))
-
-
-def is_test(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    """Names of the functions in a file."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return frozenset(node.name for node in body if isinstance(node, ast.FunctionDef))
 
 
 @cache
