@@ -61,11 +61,14 @@ def main() -> None:
     if reason := available():
         console.print(f"benchmarks/merge.py: {reason}")
         sys.exit(1)
-    models = dict(list(MODELS.items())[:1]) if args.quick else MODELS
-    regimes = [REGIMES[1]] if args.quick else REGIMES
+    one = args.quick and not args.cell
+    models = dict(list(MODELS.items())[:1]) if one else MODELS
+    regimes = [REGIMES[1]] if one else REGIMES
     rivals = ["ddp", "threshold:10", "single"] if args.quick else RIVALS
     cells: list[dict[str, Any]] = []
     for model, spec in models.items():
+        if args.cell and not args.cell.startswith(f"{model}, "):
+            continue
         base = profile(model, spec)
         for regime in regimes:
             if args.cell and args.cell != f"{model}, {regime.name}":

@@ -62,7 +62,7 @@ def main():
             plan = dovetail.read(given.plan, dovetail.Plan) if given.plan else "auto"
             dovetail.prepare(accelerator, plan=plan, overlap="forward" if given.overlap else None)
 
-    _, model = train(prepare, 14)  # planning ends within 190 steps
+    _, model = train(prepare, 14)  # planning ends within 200 steps
     accelerator = Accelerator()
     if not given.ddp:
         accelerator.print(model.explain(), flush=True)

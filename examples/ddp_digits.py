@@ -23,7 +23,7 @@ def main():
     layers = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
     model = DDP(nn.Sequential(*layers, nn.Linear(512, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(14):  # planning ends within 190 steps
+    for epoch in range(14):  # planning ends within 200 steps
         sampler.set_epoch(epoch)
         total = 0.0
         for x, y in loader:

@@ -74,7 +74,7 @@ def main():
     strategy = DovetailStrategy(plan=dovetail.read(given.plan, dovetail.Plan)) if given.plan else given.strategy
 
     dist.init_process_group("gloo")  # Lightning uses the group that exists
-    _, explained = train(strategy, 14, gradient_clip_val=1.0)  # planning ends within 190 steps
+    _, explained = train(strategy, 14, gradient_clip_val=1.0)  # planning ends within 200 steps
     if dist.get_rank() == 0:
         print(explained, flush=True)
     dist.destroy_process_group()

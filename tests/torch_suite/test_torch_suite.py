@@ -18,19 +18,16 @@ SOME = {
         "test_ddp_build_debug_param_to_name_mapping",
         "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
         "test_ddp_forward_backward_hook",
+        "test_ddp_logging_data_cpu",
     ),
 }
 """A few seconds of them, chosen so that each asks for something that a planned reducer could spoil."""
 
 
-KNOWN = ("test_ddp_logging_data_cpu",)
-"""It expects torch's own buckets, and samples of the log at torch's own steps, while a plan is being tried."""
-
-
 def test_what_torchs_class_passes_dovetails_passes() -> None:
     _, tests = stored()
     assert len(tests) > 80
-    assert broken(tests) == list(KNOWN)
+    assert not broken(tests)
 
 
 def test_the_page_says_what_is_expected() -> None:

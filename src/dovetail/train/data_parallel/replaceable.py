@@ -8,6 +8,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+LOGGED_AT_FIRST = 10
+"""torch's logger samples every iteration below this one."""
+LOGGED_EVERY = 100
+"""Every how many iterations it samples later on, unless the user chooses otherwise."""
+
+
+def last_logged(iteration: int, every: int) -> int:
+    """The last iteration up to this one that torch's logger samples where no reducer is ever replaced.
+
+    A new reducer is one that samples its own first iterations, whatever their number is in the training.
+    """
+    return iteration if iteration < LOGGED_AT_FIRST else max(iteration - iteration % every, LOGGED_AT_FIRST - 1)
+
 
 class ReplaceableDDP(TorchDDP):
     """torch's class whose reducer can be replaced (see reducer.py) or taken away: to its user it is the same one."""
@@ -56,7 +69,8 @@ class ReplaceableDDP(TorchDDP):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         data: dict[str, Any] = {**self.times_before, **super()._get_ddp_logging_data()}
         if self.iterations_before:  # a new reducer counts from one on
-            data["iteration"] = data.get("iteration", 0) + self.iterations_before
+            total = data.get("iteration", 0) + self.iterations_before
+            data["iteration"] = last_logged(total, self.logging_sample_rate or LOGGED_EVERY)
         return data
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:

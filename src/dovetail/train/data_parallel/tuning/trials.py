@@ -46,9 +46,9 @@ NEAR = 0.2
 
 @dataclass(frozen=True)
 class Tuning:
-    """How much effort goes into finding a plan. With the defaults it takes about 100 training iterations."""
+    """How much effort goes into finding a plan. With the defaults it takes about 110 training iterations."""
 
-    warmup: int = 3
+    warmup: int = 10
     """Iterations that are not looked at: the first ones allocate, compile and fill caches."""
     measure: int = 10
     """Iterations whose gradient-ready times are taken."""
