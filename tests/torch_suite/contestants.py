@@ -21,9 +21,13 @@ SHARED = "dovetail.optimizer took an optimiser over"
 QUICK = Tuning(warmup=1, measure=1, candidates=3, settle=2, steps=1, rounds=1, network_seconds=0.05)
 """Most tests make a few steps only: buckets begin to change in the fifth."""
 
-PATIENT = ("test_ddp_logging_data_cpu", "test_ddp_profiling_torch_profiler")
-"""Tests that look at torch's own buckets or count collectives, in so few steps that with the default Tuning these are
-what a script would see."""
+PATIENT = (
+    "test_ddp_logging_data_cpu",
+    "test_ddp_profiling_torch_profiler",
+    "test_detect_ddp_is_actually_static",
+)
+"""Tests that look at torch's own buckets, count collectives or ask the reducer what it has seen, in so few steps that
+with the default Tuning this is what a script would see."""
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
 

@@ -33,6 +33,8 @@ from dovetail.core.errors import Error
 from dovetail.core.plan import Plan
 from dovetail.train.integrations import check_environment
 
+from .replaceable import REBUILT
+
 HookCall = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 """A communication hook: from its state and a bucket of gradients to a future of the reduced bucket."""
 
@@ -194,7 +196,8 @@ def replace(ddp: TorchDDP, buckets: ReducerBuckets, *, call: HookCall | None = N
     ddp.iterations_before = getattr(ddp, "iterations_before", 0) + iterations(ddp)  # type: ignore[assignment]
     if ddp.logger is not None:
         ints = ddp.logger._get_ddp_logging_data().ints_map
-        ddp.times_before = {name: n for name, n in ints.items() if name.endswith("_time")}  # type: ignore[assignment]
+        logged = {name: n for name, n in ints.items() if name.endswith("_time") or name == REBUILT}
+        ddp.logged_before = logged  # type: ignore[assignment]
     ddp._remove_autograd_hooks()
     # `bucket_bytes_cap` stays: torch.compile cuts graphs by it, and the plan was made for graphs that are cut so.
     ddp._bucket_config = buckets.config

@@ -13,6 +13,9 @@ LOGGED_AT_FIRST = 10
 LOGGED_EVERY = 100
 """Every how many iterations it samples later on, unless the user chooses otherwise."""
 
+REBUILT = "has_rebuilt_buckets"
+"""In torch's log: whether buckets are in ready order."""
+
 
 def last_logged(iteration: int, every: int) -> int:
     """The last iteration up to this one that torch's logger samples where no reducer is ever replaced.
@@ -31,8 +34,9 @@ class ReplaceableDDP(TorchDDP):
         self._reduced_names: dict[int, str] | None = None
         self.iterations_before = 0
         """Iterations that earlier reducers of this module have counted."""
-        self.times_before: dict[str, int] = {}
-        """Times that the last reducer had logged, in nanoseconds: a new one has none before its first sample."""
+        self.logged_before: dict[str, int] = {}
+        """What the last reducer had logged and a new one has not before its first sample: times, in nanoseconds, and
+        that buckets were rebuilt."""
         self.logging_sample_rate: int | None = None
         """Every how many iterations torch's logger samples, where the user has chosen that."""
         self.sparse_metadata: dict[str, torch.Tensor] | None = None
@@ -67,10 +71,11 @@ class ReplaceableDDP(TorchDDP):
         self.logging_sample_rate = sample_rate
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        data: dict[str, Any] = {**self.times_before, **super()._get_ddp_logging_data()}
+        data: dict[str, Any] = {**self.logged_before, **super()._get_ddp_logging_data()}
         if self.iterations_before:  # a new reducer counts from one on
             total = data.get("iteration", 0) + self.iterations_before
             data["iteration"] = last_logged(total, self.logging_sample_rate or LOGGED_EVERY)
+            data[REBUILT] = max(self.logged_before.get(REBUILT, 0), data.get(REBUILT, 0))
         return data
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
