@@ -1,0 +1,65 @@
+"""What a device tells about a training: how often the host waited for it, and whether streams raced.
+
+The emulated accelerator counts both. CUDA tells of waits by a warning each (torch.cuda.set_sync_debug_mode), which was
+not tried on the hardware at hand. Others tell nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+
+EMULATED = "emu"
+"""The type of the emulated accelerator's devices."""
+
+
+def emulator() -> ModuleType:
+    """The emulated accelerator; the first call in a process loads it, the first on a machine builds it."""
+    from dovetail.emulate import accelerator
+
+    accelerator.load()
+    return accelerator
+
+
+def prepare(device: str) -> None:
+    """Makes devices of this type known to torch."""
+    if device == EMULATED:
+        emulator()
+
+
+class SyncCount:
+    """Host syncs inside a block, once it has ended; None where the device does not count them."""
+
+    total: int | None = None
+
+
+@contextlib.contextmanager
+def host_syncs(device: torch.device) -> Iterator[SyncCount]:
+    """Counts how often the host waits for the device inside the block."""
+    found = SyncCount()
+    if device.type == EMULATED:
+        accelerator = emulator()
+        accelerator.host_syncs(clear=True)
+        yield found
+        found.total = sum(sync.count for sync in accelerator.host_syncs(clear=True))
+    elif device.type == "cuda":
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        found.total = sum("synchroniz" in str(warning.message) for warning in said)
+    else:
+        yield found
+
+
+def races(device: torch.device) -> list[str]:
+    """Races that the device has seen since the last call, a line each."""
+    return list(emulator().races(clear=True)) if device.type == EMULATED else []
