@@ -43,14 +43,19 @@ Kernel& kernel(const std::string& name);
 
 using Site = uint32_t;  // a line of Python; 0: unknown
 
+struct HostThread;
+
 // Set by the torch side. `site` is called without any lock of the driver held.
 struct HostHooks {
+  HostThread* (*acting_for)() = nullptr;                          // whose work the calling thread does; may be null
   Site (*site)() = nullptr;                                       // the line that runs in this thread
   std::string (*describe)(Site) = nullptr;                        // "train.py:12 in step"
   void (*unlocked)(const std::function<void()>&) = nullptr;       // runs a function without Python's lock
+  void (*race)(const std::string&) = nullptr;                     // throws a race as an error of the host's language
 };
 HostHooks& host_hooks();
 
+// What is thrown where no hook says otherwise.
 class Race : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -64,13 +69,12 @@ class OutOfMemory : public std::runtime_error {
 using VectorClock = std::vector<uint64_t>;
 
 // A host thread with a clock of its own. Threads that nobody has introduced share one (see detector.cpp).
-struct HostThread;
 std::shared_ptr<HostThread> host_thread_new();
-// The calling thread acts for `thread` until this is called again; nullptr: for the shared one.
-void host_thread_act_for(HostThread* thread);
 
 // Carries what one host thread knows to another: a lock, a queue, the start of a thread.
-struct Handover;
+struct Handover {
+  VectorClock clock;
+};
 std::shared_ptr<Handover> handover_new();
 void handover_release(Handover& handover);  // the calling thread puts in what it knows
 void handover_acquire(Handover& handover);  // the calling thread learns what was put in
@@ -88,9 +92,11 @@ void device_sync(int device, const char* why);
 bool drain_all(double seconds) noexcept;
 
 // Bytes that a kernel touches. `pitch` > 0: only `width` bytes of every `pitch`, beginning at `lo`.
+// `overwrites`: it writes all of them without reading any.
 struct Range {
   uintptr_t lo, hi;
   bool write;
+  bool overwrites = false;
   size_t width = 0, pitch = 0;
 };
 
@@ -146,8 +152,7 @@ double event_elapsed_ms(const Event& from, const Event& to);
 // --- Memory -------------------------------------------------------------------------------------------------------------
 
 // Device memory: the host faults on it. It belongs to the stream `slot`, which may reuse it as soon as it is freed.
-// `wholly_written`: the next kernel on that stream writes all of it, so it need not be filled with NaN.
-void* mem_alloc(size_t bytes, int device, int slot, bool wholly_written = false);
+void* mem_alloc(size_t bytes, int device, int slot);
 void mem_free(void* pointer);                   // never throws
 void mem_record(void* pointer, int slot);       // record_stream: no reuse before what is on `slot` now is over
 bool mem_owns(const void* pointer);             // of any device
