@@ -32,7 +32,15 @@ from dovetail.core.files import cache_folder, replacing
 
 NAME = "emulated_accelerator"
 SOURCES = Path(__file__).with_name("native")
-FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-DUSE_DISTRIBUTED", f"-DTORCH_EXTENSION_NAME={NAME}")
+FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-w",
+    "-DUSE_DISTRIBUTED",
+    f"-DTORCH_EXTENSION_NAME={NAME}",
+)
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
 PATIENCE = 600.0
 """Seconds that a process waits for another one's build, and that one run of the compiler may take."""
@@ -42,7 +50,10 @@ UNUSED_DAYS = 14.0
 
 def compiler() -> str | None:
     """The C++ compiler: what CXX says, or the first that is found."""
-    return next((found for name in (os.environ.get("CXX"), "g++", "c++", "clang++") if name and (found := shutil.which(name))), None)
+    return next(
+        (found for name in (os.environ.get("CXX"), "g++", "c++", "clang++") if name and (found := shutil.which(name))),
+        None,
+    )
 
 
 def load_extension() -> ModuleType:
@@ -99,7 +110,9 @@ def _run(command: Sequence[str], what: str) -> None:
         raise Error(f"the emulated accelerator cannot be built: {what} took more than {PATIENCE:.0f} s") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if re.search(r"error:|undefined reference|ld:", line)]
-        raise Error(f"the emulated accelerator cannot be built: {what}: {first_line(errors[0] if errors else done.stderr)}")
+        raise Error(
+            f"the emulated accelerator cannot be built: {what}: {first_line(errors[0] if errors else done.stderr)}"
+        )
 
 
 @contextlib.contextmanager
@@ -138,7 +151,8 @@ def _paths(option: str, paths: Sequence[str]) -> list[str]:
 def _identity(program: str) -> str:
     """Compiler, torch and Python, as far as a compiled file depends on them."""
     said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
-    return f"{program} {first_line(said)} torch {torch.__version__} {torch.version.git_version} {sys.implementation.cache_tag}"
+    torches = f"torch {torch.__version__} {torch.version.git_version}"
+    return f"{program} {first_line(said)} {torches} {sys.implementation.cache_tag}"
 
 
 def _digest(parts: Sequence[str | bytes]) -> str:

@@ -17,15 +17,12 @@ namespace {
 
 // --- Lines --------------------------------------------------------------------------------------------------------------
 
-struct Line {
-  std::string text;  // "folder/file.py:12 in function"
-};
-
 struct Lines {
-  std::mutex mu;
-  std::deque<Line> all{Line{}};                                        // by Site
+  std::mutex mu;                                                       // of `all`; Python's lock guards the rest
+  std::deque<std::string> all{""};                                     // by Site: "folder/file.py:12 in function"
   std::unordered_map<PyCodeObject*, bool> library;                     // whether code is torch's (or ours)
   std::unordered_map<PyCodeObject*, std::unordered_map<int, Site>> known;  // by instruction
+  std::unordered_map<std::string, Site> by_text;                       // instructions of one line are one site
 };
 Lines& lines() {
   static auto* it = new Lines;
@@ -61,8 +58,12 @@ Site site_of(PyCodeObject* code, PyFrameObject* frame) {
     if (auto before = path.rfind('/', slash - 1); before != std::string::npos) path = path.substr(before + 1);
   auto text = path + ":" + std::to_string(PyFrame_GetLineNumber(frame)) + " in " + (name ? name : "?");
   std::lock_guard<std::mutex> lock(lines().mu);
-  lines().all.push_back({text});
-  return known[instruction] = Site(lines().all.size() - 1);
+  auto& site = lines().by_text[text];
+  if (!site) {
+    lines().all.push_back(text);
+    site = Site(lines().all.size() - 1);
+  }
+  return known[instruction] = site;
 }
 
 // The innermost line outside torch: somebody's own code. Guarded by Python's lock, but for the texts.
@@ -86,7 +87,7 @@ Site current_site() {
 
 std::string describe(Site site) {
   std::lock_guard<std::mutex> lock(lines().mu);
-  return site < lines().all.size() ? lines().all[site].text : "";
+  return site < lines().all.size() ? lines().all[site] : "";
 }
 
 // --- Host threads -------------------------------------------------------------------------------------------------------

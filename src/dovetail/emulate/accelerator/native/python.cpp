@@ -56,17 +56,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("kernels_launched", &kernels_launched);
 
-  m.def("set_durations", [](double seconds, double jitter, uint64_t seed) {
+  m.def("kernel_counts", [] {
+    std::vector<std::tuple<std::string, uint64_t, uint64_t>> out;
+    for (auto* k : all_kernels()) out.emplace_back(k->name, k->launches.load(), k->synchronous.load());
+    return out;
+  });
+
+  m.def("set_durations", [](double seconds, double jitter, uint64_t seed, const std::map<std::string, double>& table) {
     config().seconds = seconds;
     config().jitter = jitter;
     config().seed = seed;
+    set_kernel_seconds(table);
   });
-  m.def("durations", [] { return std::make_tuple(config().seconds.load(), config().jitter.load(), config().seed.load()); });
-  m.def("set_duration", [](const std::string& name, double seconds) { kernel(name).seconds = seconds; });
-  m.def("occupy", [](double seconds, int device, int64_t stream) {
-    int slot = stream < 0 ? current_stream(device) : slot_of_stream(c10::Stream(c10::Stream::UNSAFE, device_of(device), stream));
-    static Kernel& what = kernel("occupy");
-    enqueue(slot, what, {}, body_of([] {}), seconds);
+  m.def("durations", [] {
+    return std::make_tuple(config().seconds.load(), config().jitter.load(), config().seed.load(), kernel_seconds());
+  });
+  m.def("occupy", [](double seconds, int device, intptr_t event) {
+    auto* since = reinterpret_cast<Event*>(event);
+    occupy(current_stream(device), seconds, since ? *since : Event());
   });
 
   m.def("memory", [](int device) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -40,6 +41,10 @@ struct Kernel {
   std::atomic<uint64_t> synchronous{0};  // launches that the host had to wait for, to know the results' shapes
 };
 Kernel& kernel(const std::string& name);
+std::vector<Kernel*> all_kernels();
+// Durations by name in seconds; a name without an overload ("aten::add") stands for all of them. Replaces earlier ones.
+void set_kernel_seconds(const std::map<std::string, double>& by_name);
+std::map<std::string, double> kernel_seconds();
 
 using Site = uint32_t;  // a line of Python; 0: unknown
 
@@ -78,6 +83,14 @@ struct Handover {
 std::shared_ptr<Handover> handover_new();
 void handover_release(Handover& handover);  // the calling thread puts in what it knows
 void handover_acquire(Handover& handover);  // the calling thread learns what was put in
+
+struct Mark;  // one recording of an event
+
+struct Event {
+  std::shared_ptr<Mark> mark;  // none: never recorded, so nobody waits for it
+  bool timing = true;
+  int device = 0;
+};
 
 // --- Streams ------------------------------------------------------------------------------------------------------------
 
@@ -124,6 +137,9 @@ void enqueue(int slot, Kernel& what, const std::vector<Range>& ranges, std::uniq
 void enqueue(int slot, const std::string& what, const std::vector<Range>& ranges, std::function<void()> body,
              double seconds = BY_KERNEL);
 
+// Keeps the stream busy until `seconds` after it reached `since` (never recorded: after what was launched before).
+void occupy(int slot, double seconds, const Event& since);
+
 // Throws what a kernel threw since the last call.
 void check_error();
 // Stores an error as if a kernel had thrown it.
@@ -134,13 +150,6 @@ bool forked();
 
 // --- Events -------------------------------------------------------------------------------------------------------------
 
-struct Mark;  // one recording of an event
-
-struct Event {
-  std::shared_ptr<Mark> mark;  // none: never recorded, so nobody waits for it
-  bool timing = true;
-  int device = 0;
-};
 void event_record(Event& event, int slot);
 void event_block(const Event& event, int slot);  // the stream waits, the host does not
 bool event_query(const Event& event);

@@ -40,7 +40,7 @@ void run(Job& job, double& time) {
     job.reaches->finish(std::max(time, job.launched));
     return;
   }
-  double end = std::max(time, job.launched) + job.seconds;
+  double end = (job.since ? job.since->wait() : std::max(time, job.launched)) + job.seconds;
   if (!world().closing) {
     try {
       job.body->run();
@@ -157,18 +157,6 @@ World& world() {
     return fresh;
   }();
   return *it;
-}
-
-Kernel& kernel(const std::string& name) {
-  static auto* mu = new std::mutex;
-  static auto* known = new std::unordered_map<std::string, Kernel*>;
-  std::lock_guard<std::mutex> lock(*mu);
-  auto*& found = (*known)[name];
-  if (!found) {
-    found = new Kernel;
-    found->name = name;
-  }
-  return *found;
 }
 
 bool forked() { return in_child; }
@@ -331,6 +319,24 @@ void enqueue(int slot, Kernel& what, const std::vector<Range>& ranges, std::uniq
 void enqueue(int slot, const std::string& what, const std::vector<Range>& ranges, std::function<void()> body,
              double seconds) {
   enqueue(slot, kernel(what), ranges, std::make_unique<FromFunction>(std::move(body)), seconds);
+}
+
+void occupy(int slot, double seconds, const Event& since) {
+  static Kernel& what = kernel("occupy");
+  check_fork();
+  check_error();
+  what.launches.fetch_add(1, std::memory_order_relaxed);
+  std::lock_guard<std::mutex> lock(world().mu);
+  auto& stream = stream_at(slot);
+  join_host(stream, acting_host());
+  tick(stream);
+  Job job;
+  job.body = body_of([] {});
+  job.what = &what;
+  job.seconds = seconds;
+  job.launched = now();
+  job.since = since.mark;
+  put(stream, std::move(job));
 }
 
 void set_error(const std::string& what) {

@@ -36,6 +36,7 @@ struct Job {
   double seconds = 0;            // that the stream is busy at least
   double launched = 0;           // seconds of the device's clock
   std::shared_ptr<Mark> reaches, awaits;
+  std::shared_ptr<Mark> since;   // from when on `seconds` count, in place of the end of the job before
 };
 
 struct Stream {
