@@ -1,9 +1,9 @@
 """Order between host threads, for the race detector.
 
 What one thread has seen to be over (by synchronising, or by asking an event), another thread may rely on only if it
-heard of it. Python's own means of telling it are watched while the detector is on: locks, conditions, semaphores, events,
-barriers and queues; starting and joining a thread; futures and thread pools; callbacks put into an event loop from
-another thread. A release hands over what the releasing thread knows, an acquisition takes it.
+heard of it. Python's own means of telling it are watched while the detector is on: locks, conditions, semaphores,
+events, barriers and queues; starting and joining a thread; futures and thread pools; callbacks put into an event loop
+from another thread. A release hands over what the releasing thread knows, an acquisition takes it.
 
 Not seen: locks that were made before the accelerator was loaded, `_thread` used directly, and variables that one thread
 sets and another one polls. Code that orders its threads in such a way, and relies on one of them having synchronised,

@@ -24,8 +24,8 @@ def set_durations(
     """Every kernel launched from now on takes `seconds`, and up to `jitter` seconds more.
 
     `kernels` has durations by name: "aten::addmm", for all its overloads, or "aten::add.Tensor"; "copy H2D",
-    "copy D2H", "copy D2D", and the process group's operations. The jitter is random, and the same for the same `seed` as
-    long as launches come in the same order on each stream.
+    "copy D2H", "copy D2D", and the process group's operations. The jitter is random, and the same for the same `seed`
+    as long as launches come in the same order on each stream.
     """
     table = dict(kernels or {})
     for name, value in {"seconds": seconds, "jitter": jitter, **table}.items():

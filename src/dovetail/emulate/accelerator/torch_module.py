@@ -38,10 +38,7 @@ def loaded() -> Any:
     return native
 
 
-def index_of(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> int:
+def index_of(device: DeviceLike = None) -> int:
     """The index of a device; that of the current one for None and for "emu"."""
     if device is None:
         return int(native.current_device())
@@ -109,24 +106,15 @@ class device_of(device):
         super().__init__(tensor.device if tensor.device.type == "emu" else None)
 
 
-def get_device_name(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> str:
+def get_device_name(device: DeviceLike = None) -> str:
     return f"dovetail emulated accelerator {index_of(device)}"
 
 
-def get_device_capability(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> tuple[int, int]:
+def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
     return (1, 0)
 
 
-def get_device_properties(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> types.SimpleNamespace:
+def get_device_properties(device: DeviceLike = None) -> types.SimpleNamespace:
     where = index_of(device)
     return types.SimpleNamespace(name=get_device_name(where), total_memory=native.memory(where)["limit"])
 
@@ -142,24 +130,15 @@ def is_bf16_supported() -> bool:
 # --- Streams ----------------------------------------------------------------------------------------------------------
 
 
-def synchronize(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> None:
+def synchronize(device: DeviceLike = None) -> None:
     torch.accelerator.synchronize(index_of(device))
 
 
-def current_stream(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> torch.Stream:
+def current_stream(device: DeviceLike = None) -> torch.Stream:
     return torch.accelerator.current_stream(index_of(device))
 
 
-def default_stream(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> torch.Stream:
+def default_stream(device: DeviceLike = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=index_of(device), device_type=PRIVATE_USE)
 
 
@@ -175,52 +154,31 @@ def stream(stream: torch.Stream) -> torch.Stream:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def memory_allocated(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> int:
+def memory_allocated(device: DeviceLike = None) -> int:
     return int(native.memory(index_of(device))["allocated"])
 
 
-def max_memory_allocated(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> int:
+def max_memory_allocated(device: DeviceLike = None) -> int:
     return int(native.memory(index_of(device))["allocated_peak"])
 
 
-def memory_reserved(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> int:
+def memory_reserved(device: DeviceLike = None) -> int:
     return int(native.memory(index_of(device))["reserved"])
 
 
-def max_memory_reserved(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> int:
+def max_memory_reserved(device: DeviceLike = None) -> int:
     return int(native.memory(index_of(device))["reserved_peak"])
 
 
-def reset_peak_memory_stats(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> None:
+def reset_peak_memory_stats(device: DeviceLike = None) -> None:
     native.reset_peak_memory(index_of(device))
 
 
-def memory_stats(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> dict[str, int]:
+def memory_stats(device: DeviceLike = None) -> dict[str, int]:
     return dict(torch.accelerator.memory_stats(index_of(device)))
 
 
-def mem_get_info(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = None) -> tuple[int, int]:
+def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     """Free and total memory of the device, in bytes."""
     now = native.memory(index_of(device))
     return max(0, now["limit"] - now["allocated"]), now["limit"]
@@ -258,17 +216,11 @@ def initial_seed() -> int:
     return default_generators[current_device()].initial_seed()
 
 
-def get_rng_state(device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = "emu") -> torch.Tensor:
+def get_rng_state(device: DeviceLike = "emu") -> torch.Tensor:
     return default_generators[index_of(device)].get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, device: PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
-"""The number of the device type, as streams have it."""
-
-DeviceLike = "emu") -> None:
+def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "emu") -> None:
     default_generators[index_of(device)].set_state(new_state)
 
 
