@@ -48,17 +48,21 @@ def is_emulated(name: str) -> bool:
     return name.partition(":")[0] == EMULATED
 
 
+def load(names: Sequence[str], memory: int | None = None) -> None:
+    """Loads what these devices need in this process; real ones need nothing. `memory`: bytes of each emulated one."""
+    if is_emulated(names[0]):
+        from dovetail.emulate import accelerator
+
+        accelerator.load(devices=1 + max(int(name.partition(":")[2]) for name in names), memory=memory)
+
+
 def open_device(name: str) -> torch.device:
-    """Loads what the device needs and makes it this process's current one. An Error if there is no such device."""
+    """Makes a device that has been loaded this process's current one. An Error if there is no such device."""
     import torch
 
     kind, _, index = name.partition(":")
-    if kind == EMULATED:
-        from dovetail.emulate import accelerator
-
-        accelerator.load()
-    found = torch.accelerator.current_accelerator()
-    if found is None or found.type != kind or not torch.accelerator.is_available():
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != kind:
         there = f"this machine has {found.type}" if found is not None else "torch finds no accelerator here"
         raise Error(f"accelerator {name}: expected one of this type, {there}")
     count = torch.accelerator.device_count()
@@ -89,8 +93,9 @@ def probe(names: Sequence[str], environment: Mapping[str, str], *, timeout: floa
 def _main(names: Sequence[str]) -> int:
     import torch
 
-    sizes = []
+    sizes: list[int] = []
     try:
+        load(names)
         for name in names:
             _, total = torch.accelerator.get_memory_info(open_device(name))
             sizes.append(int(total * SHARE))

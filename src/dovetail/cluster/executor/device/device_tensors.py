@@ -93,10 +93,10 @@ class DeviceTensors:
         self._on.compute.wait_event(self._arrived)
 
     def drop(self) -> None:
-        """Frees the device's memory. Both streams may still use it: it is reused when they no longer do."""
-        if self.parameters is not None:
-            for flat in (*self.parameters.values(), *self.buffers.values()):
-                flat.record_stream(self._on.compute)
+        """Frees the device's memory, between tasks: the host has waited for the last one, so none still computes on it.
+
+        Copies of a `bring` may still come in; only the stream that they are on can reuse the memory meanwhile.
+        """
         self.parameters, self.buffers, self.own_buffers, self.iteration = None, {}, {}, -1
 
 

@@ -24,6 +24,7 @@ class TaskDevice:
     def __init__(self, name: str, limit: int) -> None:
         """`limit`: bytes that jobs may use of the device together; torch's allocator enforces it where it can."""
         self.name = name
+        accelerators.load([name], limit)
         self.device = accelerators.open_device(name)
         self.compute = torch.accelerator.current_stream(self.device)
         self.inward, self.outward = torch.Stream(device=self.device), torch.Stream(device=self.device)
