@@ -48,7 +48,10 @@ def durations(
 
 
 def occupy(seconds: float, *, since: torch.Event | None = None, device: torch_module.DeviceLike = None) -> None:
-    """Keeps the current stream busy for `seconds`; with `since`, until that long after it reached this event."""
+    """Keeps the current stream busy for `seconds`; with `since`, until that long after the stream reached this event.
+
+    Time in which the stream has waited for other streams since then does not count.
+    """
     if not (math.isfinite(seconds) and seconds >= 0):
         raise Error(f"occupy: expected seconds, got {seconds!r}")
     torch_module.loaded().occupy(seconds, torch_module.index_of(device), 0 if since is None else since.event_id)

@@ -6,9 +6,10 @@
 
 namespace dovetail::emu {
 
-void Mark::finish(double time) {
+void Mark::finish(double time, double stalled_until_then) {
   std::lock_guard<std::mutex> lock(mu);
   at = time;
+  stalled = stalled_until_then;
   done = true;
   cv.notify_all();
 }
@@ -32,6 +33,7 @@ bool Mark::query() {
 std::shared_ptr<Mark> mark_stream(Stream& stream) {
   flush_fresh(stream);
   auto mark = std::make_shared<Mark>();
+  mark->stream = &stream;
   tick(stream);
   mark->clock = stream.clock;
   Job job;

@@ -137,7 +137,8 @@ void enqueue(int slot, Kernel& what, const std::vector<Range>& ranges, std::uniq
 void enqueue(int slot, const std::string& what, const std::vector<Range>& ranges, std::function<void()> body,
              double seconds = BY_KERNEL);
 
-// Keeps the stream busy until `seconds` after it reached `since` (never recorded: after what was launched before).
+// Keeps the stream busy until `seconds` after it reached `since` (never recorded: after what was launched before). Time
+// in which the stream itself has waited for others since then does not count.
 void occupy(int slot, double seconds, const Event& since);
 
 // Throws what a kernel threw since the last call.

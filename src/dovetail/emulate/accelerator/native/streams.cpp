@@ -31,16 +31,22 @@ void sleep_until(double time) {
 
 // Runs one job. `time` is the stream's own clock: it falls behind the real one by no more than a sleep that was too long,
 // so that durations do not add up their errors.
-void run(Job& job, double& time) {
+void run(Stream& stream, Job& job, double& time) {
+  double begin = std::max(time, job.launched);
   if (job.awaits) {
     time = std::max(time, job.awaits->wait());
+    stream.stalled += std::max(0.0, time - begin);
     return;
   }
   if (job.reaches) {
-    job.reaches->finish(std::max(time, job.launched));
+    job.reaches->finish(begin, stream.stalled);
     return;
   }
-  double end = (job.since ? job.since->wait() : std::max(time, job.launched)) + job.seconds;
+  if (job.since) {
+    begin = job.since->wait();
+    if (job.since->stream == &stream) begin += stream.stalled - job.since->stalled;
+  }
+  double end = begin + job.seconds;
   if (!world().closing) {
     try {
       job.body->run();
@@ -76,7 +82,7 @@ void serve(Stream* stream) {
       batch.swap(stream->jobs);
     }
     while (!batch.empty()) {
-      run(batch.front(), time);
+      run(*stream, batch.front(), time);
       batch.pop_front();
       std::lock_guard<std::mutex> lock(stream->mu);
       stream->done++;

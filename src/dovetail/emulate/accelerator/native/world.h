@@ -15,6 +15,7 @@
 namespace dovetail::emu {
 
 struct Block;
+struct Stream;
 
 // One recording of an event: a point in a stream's order.
 struct Mark {
@@ -22,8 +23,10 @@ struct Mark {
   std::condition_variable cv;
   bool done = false;
   double at = 0;      // when the stream reached it, in seconds of the device's clock
+  const Stream* stream = nullptr;  // whose order it is in
+  double stalled = 0;              // seconds that this stream had waited for others by then
   VectorClock clock;  // what is over once it is reached
-  void finish(double time);
+  void finish(double time, double stalled_until_then);
   double wait();
   bool wait_for(double seconds);
   bool query();
@@ -46,6 +49,7 @@ struct Stream {
   std::deque<Job> jobs;
   uint64_t put = 0, done = 0;
   bool running = false;  // whether a thread serves it
+  double stalled = 0;    // seconds that it has waited for events of other streams; its thread's own
 
   // Guarded by World::mu.
   VectorClock clock;
