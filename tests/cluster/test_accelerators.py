@@ -55,6 +55,11 @@ job = TrainingJob(
     checkpoint_every=5,
 )
 """
+GANG = """
+import os
+
+print("on", os.environ["DOVETAIL_ACCELERATOR"])
+"""
 
 
 @pytest.mark.parametrize(
@@ -110,6 +115,10 @@ def test_three_jobs_on_two_accelerators_with_room_for_one_each_outlive_an_execut
         assert min(len(checkpoint.losses(home.job(job))) for job in jobs) < STEPS, "in the middle"
         ended = trial.wait(client, jobs, limit=trial.HANG)
         trial.finished(ended, "on accelerators")
+        gang = int(client.submit({"text": GANG, "kind": "gang", "gang": 2})["job"])
+        trial.finished(trial.wait(client, [gang], limit=trial.HANG), "a gang")
+        said = (home.job(gang) / "log.txt").read_text()
+        assert "rank 0: on emu:0" in said and "rank 1: on emu:1" in said
         order = [task.job for task in recorder.recorded_tasks(tmp_path) if task.device == 0]
     for number, job in enumerate(jobs):
         assert checkpoint.losses(home.job(job)) == on_cpu(home.job(job) / "job.py", seed=number)

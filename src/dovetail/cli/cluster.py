@@ -56,7 +56,8 @@ def up(
     ] = "",
     policy: Annotated[str, typer.Option(metavar="NAME", help="jigsaw, gang-fifo-backfill, …")] = "jigsaw",
     memory: Annotated[
-        float, typer.Option(min=0.0, help="GiB of each device; default: the machine's memory, shared among them.")
+        float,
+        typer.Option(min=0.0, help="GiB of each device; default: the machine's, shared, or 90 % of an accelerator's."),
     ] = 0.0,
     engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this machine; ray: a Ray cluster.")] = "local",
     ray: Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray's address; auto: this machine's Ray.")] = "auto",

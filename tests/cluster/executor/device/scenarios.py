@@ -47,7 +47,7 @@ _names = itertools.count()
 
 
 class Convolutions(nn.Module):
-    """Batch norm, and a buffer that is replaced instead of changed."""
+    """Batch norm, a buffer that is replaced instead of changed, parameters that get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +56,7 @@ class Convolutions(nn.Module):
             nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
         )  # fmt: skip
+        self.unused = nn.Linear(2, 2)
         self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(()))
 
@@ -210,11 +211,14 @@ def trained(one: TrainingJob, on: TaskDevice | None = None) -> list[Any]:
 def same_bits() -> dict[str, bool]:
     """By job: whether device and CPU have learnt the same, to the bit, with jitter on every kernel."""
     on, found = TaskDevice(DEVICE, LIMIT), {}
-    for model, spb in itertools.product((Convolutions, Transformer), ("off", "ladder")):
-        one = job(model, spb=spb)
+    jobs = {
+        f"{model.__name__} {spb}": job(model, spb=spb)
+        for model, spb in itertools.product((Convolutions, Transformer), ("off", "ladder"))
+    }
+    for name, one in (jobs | {"backward inside the loss": job(loss=twice)}).items():
         expected = trained(one)
         with accelerator.durations(jitter=JITTER, seed=7):
-            found[f"{model.__name__} {spb}"] = trained(one, on) == expected
+            found[name] = trained(one, on) == expected
     return found
 
 
@@ -368,6 +372,12 @@ def faults() -> dict[str, Any]:
 def hungry(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     """Needs more memory for activations than for weights."""
     return loss(model, [batch[0].repeat(64, 1, 1, 1), batch[1].repeat(64)])
+
+
+def twice(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Every gradient is added to a second time, when the first may have been on its way already."""
+    loss(model, [batch[0] * 0.5, batch[1]]).backward()  # type: ignore[no-untyped-call]
+    return loss(model, batch)
 
 
 def outside(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:

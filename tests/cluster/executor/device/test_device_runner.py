@@ -31,7 +31,7 @@ def test_losses_parameters_and_buffers_are_the_cpus_to_the_bit_also_with_jitter_
     found: dict[str, Any],
 ) -> None:
     same = found["same_bits"]
-    assert len(same) == 4 and all(same.values()), same
+    assert len(same) == 5 and all(same.values()), same
 
 
 def test_where_the_device_has_kernels_of_its_own_losses_differ_by_rounding_only(found: dict[str, Any]) -> None:
