@@ -64,7 +64,7 @@ def load(*, devices: int | None = None, memory: int | None = None, detector: str
         native.set_library_folders(
             [
                 f"{Path(torch.__file__).parent}{os.sep}",
-                str(Path(dovetail.__file__).parent / "emulate" / "accelerator") + os.sep,
+                *(f"{Path(dovetail.__file__).parent}/emulate/{room}/" for room in ("accelerator", "training")),
             ]
         )
         native.set_race_type(Race)

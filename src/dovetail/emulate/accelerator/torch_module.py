@@ -13,7 +13,7 @@ from dovetail.core.errors import Error
 native: Any = None
 """The extension; set when the accelerator is loaded."""
 
-PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
+PRIVATE_USE: int = torch._C._autograd.DeviceType.PrivateUse1.value
 """The number of the device type, as streams have it."""
 
 DeviceLike = torch.device | str | int | None

@@ -104,6 +104,9 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 
 }  // namespace dovetail::emu
 
+// Copies resolve lazy conjugation and negation themselves, as the CPU's kernel does.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", dovetail::emu::copy_from);
   m.impl("_copy_from_and_resize", dovetail::emu::copy_from_and_resize);

@@ -16,7 +16,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) { launch(op, stack); 
 bool begins_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
 
 // One launch where torch's own way is several: out= variants after an allocation, loops over lists of tensors, a choice
-// among kernels that the CPU makes anyway.
+// among kernels that the CPU makes anyway, and what the CPU has a kernel for and other devices compose of others.
 bool launched_whole(const c10::OperatorName& name) {
   static const auto* chosen = new std::vector<std::string>{
       "aten::convolution", "aten::convolution_backward", "aten::native_batch_norm", "aten::embedding_dense_backward"};
@@ -24,8 +24,11 @@ bool launched_whole(const c10::OperatorName& name) {
   if (begins_with(name.name, "aten::_foreach_")) return true;
   if (name.overload_name.empty() && std::find(chosen->begin(), chosen->end(), name.name) != chosen->end()) return true;
   auto op = c10::Dispatcher::singleton().findSchema(name);
-  return op.has_value() && op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) &&
-         !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
+  auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
+  return op.has_value() && has(c10::DispatchKey::CPU) && !has(c10::DispatchKey::PrivateUse1) &&
+         (has(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+          has(c10::DispatchKey::CompositeExplicitAutograd) ||
+          (has(c10::DispatchKey::CompositeImplicitAutograd) && has(c10::DispatchKey::Autograd)));
 }
 
 }  // namespace

@@ -13,11 +13,18 @@ namespace dovetail::emu {
 
 namespace {
 
+// Warnings come from the meta kernel, at the launch.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 // What the thread of a stream needs to be, once: kernels are below autograd, and use as many threads as the host said.
-void prepare_thread(int threads) {
-  thread_local c10::AutoGradMode no_grad(false);
+void prepare_thread(int threads, bool grad_mode) {
+  static auto* silent = new Silent;
   thread_local at::AutoDispatchBelowADInplaceOrView below;
+  c10::GradMode::set_enabled(grad_mode);  // oneDNN's recurrent layers ask whether there will be a backward pass
   thread_local int last = 0;
+  if (!last) c10::WarningUtils::set_warning_handler(silent);
   if (last != threads) at::set_num_threads(last = threads);
 }
 
@@ -38,12 +45,13 @@ struct OperatorCall final : Body {
   std::vector<IValue> into;  // by result: memory that it is copied to
   const std::string* name;
   int threads = at::get_num_threads();
+  bool grad_mode = c10::GradMode::is_enabled();
   bool keep = false;         // the results stay on the stack, for the host
 
   OperatorCall(const c10::OperatorHandle& o, const std::string& n) : op(o), name(&n) {}
 
   void run() override {
-    prepare_thread(threads);
+    prepare_thread(threads, grad_mode);
     op.callBoxed(&stack);
     for (size_t i = 0; i < into.size(); i++) {
       if (into[i].isTensor()) {
@@ -185,6 +193,13 @@ void launch(const c10::OperatorHandle& op, Stack* stack) {
     at::Tensor self;
     each_tensor(args[0], [&](const at::Tensor& t) { self = t; });
     for (const auto& r : promise->results) results.push_back(view_of(self, r));
+    replace(stack, n, results);
+    return;
+  }
+  if (signature.reshapes) {
+    const auto& shape = promise->results.at(0).shapes.at(0);
+    args[0].toTensor().unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides, shape.offset);
+    results.push_back(args[0]);
     replace(stack, n, results);
     return;
   }

@@ -35,7 +35,9 @@ struct Signature {
   bool view = false;              // results alias the first argument
   bool outs = false;              // has out= arguments, which may be given another shape
   bool makes = false;             // has results of its own
+  bool reshapes = false;          // only gives its first argument another shape: squeeze_, transpose_
   bool synchronous = false;       // the host cannot know the shapes
+  bool tried = false;             // the CPU's kernel itself tells the shapes, from arguments full of zeros
   bool admits_host_tensors = false;
   bool overwrites = false;        // writes all of its first argument without reading it
 

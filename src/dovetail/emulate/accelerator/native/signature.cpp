@@ -2,6 +2,7 @@
 //
 // A meta kernel's answer depends on shapes, types and plain arguments only, so it is kept: a training loop makes the same
 // calls in every iteration, and a meta kernel written in Python costs more than everything else here.
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <cstring>
@@ -149,7 +150,11 @@ Signature::Signature(const c10::OperatorHandle& op) {
   // The meta kernels of these say something else than the CPU's kernels, or nothing that one can rely on.
   static const auto* data_decides = new std::unordered_set<std::string>{
       "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
-      "aten::unique_consecutive", "aten::unique_dim_consecutive"};
+      "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave"};
+  // Their meta kernels speak for CUDA, or not at all; their shapes do not depend on data.
+  static const auto* cpu_decides = new std::unordered_set<std::string>{
+      "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::mkldnn_rnn_layer",
+      "aten::mkldnn_rnn_layer_backward", "aten::_logcumsumexp"};
   static const auto* host_tensors = new std::unordered_set<std::string>{
       "aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put", "aten::_unsafe_index",
       "aten::_unsafe_index_put"};
@@ -160,6 +165,8 @@ Signature::Signature(const c10::OperatorHandle& op) {
   const auto& name = schema.name();
   kernel = &emu::kernel(schema.overload_name().empty() ? name : name + "." + schema.overload_name());
   synchronous = data_decides->count(name) > 0;
+  tried = cpu_decides->count(name) > 0;
+  reshapes = op.hasTag(at::Tag::inplace_view);
   admits_host_tensors = host_tensors->count(name) > 0;
   overwrites = overwriting->count(name) > 0;
   for (const auto& formal : schema.arguments()) {
@@ -201,9 +208,10 @@ std::shared_ptr<const Promise> Signature::promise(const c10::OperatorHandle& op,
     Stack stack;
     for (size_t i = 0; i < arguments.size(); i++) {
       IValue v = map_tensors(args[i], [&](const at::Tensor& t) {
+        if (tried && ours(t)) return at::zeros_like(meta_tensor(t), t.options().device(at::kCPU));
         return ours(t) || (admits_host_tensors && t.dim()) ? meta_tensor(t) : t;
       });
-      if (v.isDevice()) v = c10::Device(c10::kMeta);
+      if (v.isDevice()) v = c10::Device(tried ? c10::kCPU : c10::kMeta);
       if (arguments[i].generator) v = IValue();
       stack.push_back(std::move(v));
     }

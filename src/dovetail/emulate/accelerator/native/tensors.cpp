@@ -105,10 +105,7 @@ at::Tensor fresh_tensor(const Shape& shape, int device) {
   }
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,
                        c10::DataPtr(memory, memory, &mem_free, device_of(device)), device_allocator(), true);
-  auto out = made(std::move(storage), c10::DispatchKey::PrivateUse1, dtype, shape.sizes, shape.strides, 0);
-  if (shape.conjugated) out._set_conj(true);
-  if (shape.negated) out._set_neg(true);
-  return out;
+  return made(std::move(storage), c10::DispatchKey::PrivateUse1, dtype, shape.sizes, shape.strides, 0);
 }
 
 at::Tensor alias_tensor(const at::Tensor& self, const Shape& shape) {
@@ -120,6 +117,7 @@ at::Tensor alias_tensor(const at::Tensor& self, const Shape& shape) {
 }
 
 at::Tensor uploaded(const at::Tensor& host, int device) {
+  TORCH_CHECK(host.layout() == c10::kStrided, "sparse tensors are not supported on the emulated accelerator");
   auto shape = shape_of(host);
   if (!host.is_non_overlapping_and_dense()) {
     auto dense = at::empty_strided(host.sizes(), host.strides(), host.options().device(c10::kMeta)).contiguous();
