@@ -28,7 +28,7 @@ from dovetail.train.partial.segments import contributors, cut
 from dovetail.train.run.closing_line import summary
 
 from .diagnosis import AllReduceFit
-from .instruments import EMULATED, host_syncs
+from .instruments import EMULATED, HostSyncs, host_syncs
 from .trainings import Place, difference, model, sgd, step
 
 TOLERANCE = 1e-4
@@ -36,6 +36,8 @@ TOLERANCE = 1e-4
 order and kernels of another device differ by 1e-6 or less, a gradient that is missing or not averaged by 1e-2 or
 more."""
 STEPS = 6
+SETTLED = 3
+"""Steps after planning in which torch's reducer, if it is a new one, still rebuilds its buckets."""
 COUNTED = 4
 """Steps over which host syncs are counted, when everything is in its final state."""
 QUICK = Tuning(warmup=2, measure=4, candidates=3, settle=2, steps=2, rounds=1, duel_steps=1, network_seconds=0.5)
@@ -51,7 +53,8 @@ class Finding:
 
     line: str
     difference: float | None = None
-    host_syncs: float | None = None
+    syncs: HostSyncs | None = None
+    """Of the last COUNTED steps."""
     network: AllReduceFit | None = None
 
     @property
@@ -169,10 +172,9 @@ def burst(place: Place) -> Finding:
         burst_step(number)
         step(whole, theirs, *batches[number])
     apart = difference(ours.parameters(), whole.parameters())
-    with host_syncs(place.device) as counted:
+    with host_syncs(place.device) as syncs:
         for number in range(STEPS, STEPS + COUNTED):
             burst_step(number)
-    syncs = None if counted.total is None else counted.total / COUNTED
     said = f"layers on {place.ranks} ranks and on 1"
     return Finding(f"{STEPS} steps against one process with the whole batch, {said}", apart, syncs)
 
@@ -181,12 +183,10 @@ def _planned(place: Place, ours: DistributedDataParallel, optimizer: torch.optim
     """Trains until planning is over and a few steps with what was kept, beside torch's DDP."""
     if ours.report.state == "off":
         raise Error(f"planning did not begin: {ours.report.reason}")
-    planning = 0
+    planning, after = iter(range(QUICK.most + 1)), iter(range(SETTLED))
 
     def more() -> bool:
-        nonlocal planning
-        planning += ours.report.state != "done"
-        return planning <= QUICK.most and ours.report.state != "done"
+        return next(after if ours.report.state == "done" else planning, None) is not None
 
     taken, apart = _beside(place, ours, optimizer, more)
     if ours.report.state != "done":
@@ -214,13 +214,13 @@ def _beside(
     return taken, difference(ours.parameters(), theirs.parameters())
 
 
-def _syncs(place: Place, trained: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> float | None:
-    """Host syncs per step. The batches are on the device before, and nobody looks at a loss."""
+def _syncs(place: Place, trained: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> HostSyncs:
+    """Host syncs of some more steps. The batches are on the device before, and nobody looks at a loss."""
     batches = [place.batch(first + number) for number in range(COUNTED)]
     with host_syncs(place.device) as counted:
         for batch in batches:
             step(trained, optimizer, *batch)
-    return None if counted.total is None else counted.total / COUNTED
+    return counted
 
 
 def _gradients(trained: nn.Module, place: Place, number: int, rank: int) -> dict[str, torch.Tensor]:

@@ -57,6 +57,8 @@ class CheckResult(Record, frozen=True, kw_only=True):
     """The largest difference that passes."""
     host_syncs: Annotated[float, msgspec.Meta(ge=0.0)] | None = None
     """Times that the host waited for the device, per step; None where the device does not count them."""
+    sync_places: tuple[str, ...] = ()
+    """The lines at which it did."""
 
 
 class Diagnosis(Noun, frozen=True, kw_only=True):

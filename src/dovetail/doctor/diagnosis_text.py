@@ -34,7 +34,8 @@ def lines(found: Diagnosis) -> Iterator[str]:
 def _heading(found: Diagnosis) -> Iterator[str]:
     machine = found.machine
     yield f"dovetail {machine.dovetail}, torch {machine.torch}, Python {machine.python}, {machine.system}"
-    devices = ", ".join(f"{machine.devices.count(name)} × {name}" for name in dict.fromkeys(machine.devices))
+    kinds = dict.fromkeys(machine.devices)
+    devices = f"{len(machine.devices)} × {machine.devices[0]}" if len(kinds) == 1 else "; ".join(machine.devices)
     where = f"{found.ranks} ranks on {machine.device} ({devices or units.count(machine.cores, 'core')})"
     more = [f"{name} {version}" for name, version in machine.runtime.items()]
     yield ", ".join([where, f"backend {machine.backend}", *more])
@@ -54,7 +55,7 @@ def _difference(check: CheckResult) -> str:
 
 def _what(found: Diagnosis, check: CheckResult) -> str:
     if check.name != "network" or found.network is None:
-        return check.line
+        return check.line + (f"; the host waited for {'; '.join(check.sync_places)}" if check.sync_places else "")
     fit = found.network
     speed = units.rate(1 / fit.bytes_per_second) if fit.bytes_per_second else "no limit found"
     law = f"all-reduce: {units.seconds(fit.latency)} + bytes / {speed}, up to {units.size(fit.largest)}"

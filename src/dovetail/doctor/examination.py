@@ -139,6 +139,7 @@ def _worst(ranks: Sequence[CheckResult]) -> CheckResult:
         seconds=max(rank.seconds for rank in ranks),
         difference=largest([rank.difference for rank in ranks]),
         host_syncs=largest([rank.host_syncs for rank in ranks]),
+        sync_places=tuple({place: None for rank in ranks for place in rank.sync_places}),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -31,21 +32,25 @@ def prepare(device: str) -> None:
         emulator()
 
 
-class SyncCount:
-    """Host syncs inside a block, once it has ended; None where the device does not count them."""
+@dataclass
+class HostSyncs:
+    """Host syncs inside a block, once it has ended."""
 
     total: int | None = None
+    """None where the device does not count them."""
+    places: tuple[str, ...] = ()
+    """Lines of Python at which the host waited, each once."""
 
 
 @contextlib.contextmanager
-def host_syncs(device: torch.device) -> Iterator[SyncCount]:
+def host_syncs(device: torch.device) -> Iterator[HostSyncs]:
     """Counts how often the host waits for the device inside the block."""
-    found = SyncCount()
+    found = HostSyncs()
     if device.type == EMULATED:
-        accelerator = emulator()
-        accelerator.host_syncs(clear=True)
-        yield found
-        found.total = sum(sync.count for sync in accelerator.host_syncs(clear=True))
+        with emulator().count_syncs() as counted:
+            yield found
+        found.total = counted.total
+        found.places = tuple(f"{sync.what} at {sync.where}" for sync in counted.records)
     elif device.type == "cuda":
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as said:
@@ -55,7 +60,9 @@ def host_syncs(device: torch.device) -> Iterator[SyncCount]:
                 yield found
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        found.total = sum("synchroniz" in str(warning.message) for warning in said)
+        waits = [warning for warning in said if "synchroniz" in str(warning.message)]
+        found.total = len(waits)
+        found.places = tuple({f"{'/'.join(w.filename.split('/')[-2:])}:{w.lineno}": None for w in waits})
     else:
         yield found
 

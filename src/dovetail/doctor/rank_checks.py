@@ -25,9 +25,9 @@ from dovetail.emulate.channel import leave
 from dovetail.emulate.launch import report
 
 from .checklist import START, RankProgress
-from .checks import TOLERANCE, Check, Finding
+from .checks import COUNTED, TOLERANCE, Check, Finding
 from .diagnosis import CheckResult
-from .instruments import prepare, races
+from .instruments import HostSyncs, prepare, races
 from .trainings import Place
 
 START_SECONDS = 60.0
@@ -97,6 +97,7 @@ def _result(name: str, found: Finding, raced: list[str], seconds: float) -> Chec
     wrong = f"{len(raced)} races between streams, the first: {raced[0]}" if raced else ""
     if not found.passed and not wrong:
         wrong = f"parameters differ by {found.difference:.1e}, expected at most {TOLERANCE:.0e}: {found.line}"
+    syncs = found.syncs or HostSyncs()
     return CheckResult(
         name=name,
         outcome="failed" if wrong else "passed",
@@ -104,7 +105,8 @@ def _result(name: str, found: Finding, raced: list[str], seconds: float) -> Chec
         seconds=seconds,
         difference=None if found.difference is None else min(found.difference, sys.float_info.max),
         tolerance=None if found.difference is None else TOLERANCE,
-        host_syncs=found.host_syncs,
+        host_syncs=None if syncs.total is None else syncs.total / COUNTED,
+        sync_places=syncs.places,
     )
 
 
