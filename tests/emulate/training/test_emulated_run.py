@@ -123,8 +123,8 @@ def test_a_script_for_gpus_runs_unchanged_with_the_losses_of_the_cpu(write: Writ
     assert closing == "dovetail: torch's own buckets stay: the training ended before planning was over"
     assert re.fullmatch(
         r"dovetail: emulated: 2 accelerators, on which kernels queue as on a GPU; 3 of 3 layers take the times of "
-        rf"profile slow \(backward took \d\.\d\d times as long\); real: the arithmetic, on this machine's processor, and every "
-        rf"byte of the collectives, over {links}",
+        r"profile slow \(backward took \d\.\d\d times as long\); real: the arithmetic, on this machine's processor, "
+        rf"and every byte of the collectives, over {links}",
         emulated,
     ), emulated
 

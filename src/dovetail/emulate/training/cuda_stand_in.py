@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,8 +56,9 @@ def install() -> None:
     _mapping_arguments(torch.amp.GradScaler, "__init__", "device")
     _mapping_arguments(torch, "load", "map_location")
     for place in (dist, dist.distributed_c10d):
-        _mapping_arguments(place, "init_process_group", "device_id", "backend")
-        _mapping_arguments(place, "new_group", "device_id", "backend")
+        # Where no backend is named, torch takes the accelerator's own and forgets its name, which DDP asks for.
+        _mapping_arguments(place, "init_process_group", "device_id", {"backend": GROUP})
+        _mapping_arguments(place, "new_group", "device_id", {"backend": None})
         place.is_nccl_available = lambda: True  # type: ignore[attr-defined]
     mode: Any = StandInMode()
     mode.__enter__()
@@ -159,8 +160,8 @@ def _stream(stream: torch.Stream | None) -> Any:
     return contextlib.nullcontext() if stream is None else stream
 
 
-def _mapping_arguments(owner: Any, name: str, device: str, backend: str = "") -> None:
-    """Replaces a function by one that maps the argument `device`, and `backend` where that is named."""
+def _mapping_arguments(owner: Any, name: str, device: str, group: Mapping[str, Any] | None = None) -> None:
+    """Replaces a function by one that maps its argument `device`, and those of `group`, which have defaults here."""
     original: Callable[..., Any] = getattr(owner, name)
     signature = inspect.signature(original)
 
@@ -169,8 +170,9 @@ def _mapping_arguments(owner: Any, name: str, device: str, backend: str = "") ->
         given = signature.bind(*args, **kwargs)
         if device in given.arguments:
             given.arguments[device] = stand_in(given.arguments[device])
-        if backend and backend in given.arguments:
-            given.arguments[backend] = group_in_place_of(given.arguments[backend])
+        for argument, default in (group or {}).items():
+            asked = given.arguments.get(argument)
+            given.arguments[argument] = default if asked is None else group_in_place_of(asked)
         return original(*given.args, **given.kwargs)
 
     setattr(owner, name, mapped)
