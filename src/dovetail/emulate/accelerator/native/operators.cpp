@@ -52,7 +52,11 @@ struct OperatorCall final : Body {
 
   void run() override {
     prepare_thread(threads, grad_mode);
-    op.callBoxed(&stack);
+    try {
+      op.callBoxed(&stack);
+    } catch (const c10::Error& e) {
+      throw std::runtime_error(e.what_without_backtrace());  // of this thread, where nobody wrote code
+    }
     for (size_t i = 0; i < into.size(); i++) {
       if (into[i].isTensor()) {
         copy_result(into[i].toTensor(), stack[i].toTensor(), *name);
