@@ -11,8 +11,9 @@ import gc
 import itertools
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from dovetail.cluster.executor.device import leaving_gradients
 from dovetail.cluster.executor.device.device_runner import DeviceRunner
 from dovetail.cluster.executor.device.device_tensors import DeviceTensors
 from dovetail.cluster.executor.device.leaving_gradients import LeavingGradients
-from dovetail.cluster.executor.device.task_device import TaskDevice
+from dovetail.cluster.executor.device.task_device import TaskDevice, moved
 from dovetail.cluster.job.objects import JobError
 from dovetail.emulate import accelerator
 from tests.cluster.executor.device.jobs_on_device import (
@@ -209,6 +210,59 @@ def faults() -> dict[str, Any]:
         return {**found, "same": whole.bits() == expected}
 
 
+def kept() -> dict[str, str]:
+    """A job whose code keeps device memory, which nothing can evict, leaves too little for another one."""
+    hoard: list[torch.Tensor] = []
+
+    def hoarding(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        hoard.append(torch.zeros(128 << 10, device=batch[0].device))
+        return loss(model, batch)
+
+    other = job(wide)
+    on = TaskDevice(DEVICE, needed(other) + (1 << 20))
+    with opened(other, job(loss=hoarding, workers=1), on=on) as (first, greedy):
+        first.iterate()
+        greedy.iterate()
+        fits = failure(first.iterate)
+        greedy.iterate()
+        greedy.iterate()
+        fails = failure(first.iterate)
+        hoard.clear()
+        return {"fits": fits, "fails": fails, "again": failure(first.iterate)}
+
+
+class Named(NamedTuple):
+    """A batch with names."""
+
+    x: torch.Tensor
+    y: str
+
+
+def batches() -> list[str]:
+    """Where the tensors of a batch are that has every shape which batches have, and what it is made of."""
+    on = TaskDevice(DEVICE, LIMIT)
+    one = torch.ones(2)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    batch: dict[str, Any] = {
+        "list": [one, (one, "text")],
+        "named": Named(one, "text"),
+        "packed": packed,
+        "default": defaultdict[str, Any](list, a=one),
+    }
+    staged: list[torch.Tensor] = []
+    there = moved(batch, on.device, staged)
+    on.synchronize()
+    return [
+        str(there["list"][0].device),
+        str(there["list"][1][0].device) + there["list"][1][1],
+        str(there["named"].x.device) + type(there["named"]).__name__,
+        f"{there['packed'].data.device} {there['packed'].batch_sizes.device}",
+        f"{there['default']['a'].device} {there['default']['missing']}",
+        str(batch["list"][0].device),
+        f"{len(staged)} {all(t.is_pinned() for t in staged)}",
+    ]
+
+
 def hungry(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     """Needs more memory for activations than for weights."""
     return loss(model, [batch[0].repeat(64, 1, 1, 1), batch[1].repeat(64)])
@@ -251,7 +305,8 @@ def failure(call: Callable[[], object]) -> str:
 
 
 SCENARIOS = (
-    same_bits, nearly_same_losses, waits, overlap, races, one_of_three, room_for_all, wrong_guess, too_large, faults,
+    same_bits, nearly_same_losses, waits, overlap, races, one_of_three, room_for_all, wrong_guess, too_large, kept,
+    faults, batches,
 )  # fmt: skip
 
 

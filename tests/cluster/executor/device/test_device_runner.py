@@ -76,6 +76,24 @@ def test_a_job_that_does_not_fit_alone_fails_with_one_line_and_the_next_one_runs
     assert loss > 0
 
 
+def test_memory_that_a_jobs_code_keeps_on_the_device_is_named_where_it_leaves_too_little(found: dict[str, Any]) -> None:
+    seen = found["kept"]
+    assert (seen["fits"], seen["again"]) == ("", "")
+    assert seen["fails"].endswith("MiB are kept by the code of jobs there"), seen
+
+
+def test_batches_of_every_shape_are_moved_through_pinned_memory(found: dict[str, Any]) -> None:
+    assert found["batches"] == [
+        "emu:1",
+        "emu:1text",
+        "emu:1Named",
+        "emu:1 cpu",  # a packed sequence moves itself: its sizes stay on the host
+        "emu:1 []",
+        "cpu",  # the batch itself is not changed
+        "4 True",
+    ]
+
+
 def test_errors_of_a_jobs_code_and_of_its_kernels_are_its_own(found: dict[str, Any]) -> None:
     seen = found["faults"]
     assert "index out of range" in seen["kernel"], "a kernel that fails after its launch"

@@ -13,6 +13,7 @@ A task that runs out of the device's memory is run again alone there; the second
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import msgspec
 import torch
@@ -47,7 +48,8 @@ class DeviceRunner(TaskRunner):
         except JobError as e:
             if not _out_of_memory(e):
                 raise
-        # Here the failed attempt's tensors are freed: the exception held them.
+        # Here the failed attempt's tensors can be freed: the exception held them.
+        gc.collect()
         self._on.budget.make_room(self, self._on.budget.limit)
         torch.accelerator.empty_cache()
         try:
@@ -136,13 +138,20 @@ class DeviceRunner(TaskRunner):
         self._on.begin_task()
         need = self._working + (0 if self._tensors.present else self._tensors.bytes)
         if not self._on.budget.make_room(self, need) and self._measured:
-            raise JobError(self._too_large())
+            self._reclaim(need)
         self._occupy()
         self._tensors.bring(task.iteration)
         self._tensors.await_arrival()
         self._before = self._on.count_peak()
         self._fill_buffers(self._tensors.buffers)
         self._leaving.begin()
+
+    def _reclaim(self, need: int) -> None:
+        """No other job has tensors of ours to evict: what is left is what jobs' own code keeps on the device."""
+        gc.collect()
+        if self._on.budget.free < need:
+            kept = (self._on.budget.limit - self._on.budget.free) / 2**20
+            raise JobError(f"{self._too_large()}, of which {kept:,.1f} MiB are kept by the code of jobs there")
 
     def _seed(self, seed: int) -> None:
         super()._seed(seed)

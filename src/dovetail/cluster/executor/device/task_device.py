@@ -7,7 +7,8 @@ torch.accelerator, torch.Stream and torch.Event know every device that torch kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -86,19 +87,22 @@ class TaskDevice:
 def moved(batch: Any, device: torch.device, staged: list[torch.Tensor]) -> Any:
     """The batch on the device, copied asynchronously through pinned memory. `staged` gets the pinned tensors.
 
-    Tensors are found in tuples, lists and mappings, and in objects that have a method `to`; all else stays as it is.
+    Tensors are found in tuples, lists and mappings; objects that have a method `to` move themselves, others stay.
     """
     if isinstance(batch, torch.Tensor):
         if batch.device.type != "cpu":
             return batch.to(device)
         staged.append(batch.pin_memory())
         return staged[-1].to(device, non_blocking=True)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(part, device, staged) for part in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(moved(part, device, staged) for part in batch)
-    if isinstance(batch, dict):
-        return type(batch)({key: moved(part, device, staged) for key, part in batch.items()})
-    if isinstance(batch, Mapping):
-        return {key: moved(part, device, staged) for key, part in batch.items()}
-    return batch.to(device) if callable(getattr(batch, "to", None)) else batch
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, tuple):
+        parts = [moved(part, device, staged) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    if isinstance(batch, list):
+        return [moved(part, device, staged) for part in batch]
+    if isinstance(batch, MutableMapping):
+        like = copy.copy(batch)  # a mapping of the same kind: its constructor may want something else
+        like.update({key: moved(part, device, staged) for key, part in batch.items()})
+        return like
+    return batch
