@@ -27,6 +27,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from . import sync_batch_norm
 
 BACKEND = "eccl"
 DEVICE = "emu"
@@ -42,12 +45,13 @@ def register(native: Any) -> None:
         chosen._timeout = asked.timeout
         chosen.group_name = asked.group_id
         chosen.global_ranks_in_group = asked.global_ranks_in_group
-        store = dist.PrefixStore(BACKEND, asked.store)
+        store = PrefixStore(BACKEND, asked.store)
         gloo = _gloo(store, asked.group_rank, asked.group_size, asked.timeout)
         return native.Group(store, gloo, asked.group_rank, asked.group_size, chosen)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[DEVICE])
+    sync_batch_norm.register()
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -22,6 +22,11 @@ void bind_group(pybind11::module_& m) {
              return c10::make_intrusive<Group>(store, std::move(gloo), rank, size, std::move(options));
            }),
            py::arg("store"), py::arg("gloo"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      // What torch's own backends have beside the interface that all share.
+      .def_property_readonly("options", [](Group& self) {
+        return c10::dynamic_intrusive_pointer_cast<Group::Options>(self.getBackendOptions());
+      })
+      .def("_set_default_timeout", &Group::setTimeout, py::arg("timeout"))
       // torch asks this of backends that can be split, when a rank is not in a new group.
       .def("perform_nocolor_split", [](Group&, const py::object&) {}, py::arg("device"));
   m.def("set_gloo_factory", [](const py::function& factory) {

@@ -139,22 +139,21 @@ void Watchdog::blame(const Operation& operation, const std::exception& error) {
   if (dynamic_cast<const Mismatch*>(&error)) return end(Ending::failed, error.what(), false);
   auto elsewhere = reason_elsewhere();
   if (!elsewhere.empty()) return end(Ending::failed_elsewhere, operation.told + " ended, because " + elsewhere);
-  end(Ending::failed, operation.told + " failed: " + plain_error(error));
+  auto said = plain_error(error);
+  auto hint = said.find("peer") == std::string::npos ? "" : "; a rank has ended, or left the group";
+  end(Ending::failed, operation.told + " failed: " + said + hint);
 }
 
 void Watchdog::close() {
-  if (working()) {
-    std::unique_lock<std::mutex> lock(guard_);
-    closing_ = true;
-    news_.notify_all();
-  } else {
-    wire_->cut();  // what is still on the wire ends now
-    std::unique_lock<std::mutex> lock(guard_);
+  if (!working()) wire_->cut();  // what is still on the wire ends now
+  {
+    std::lock_guard<std::mutex> lock(guard_);
     closing_ = true;
     news_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
   end(Ending::destroyed, "the group was destroyed");
+  wire_->close();
 }
 
 }  // namespace dovetail::emu

@@ -62,7 +62,7 @@ class Watchdog {
   // On the thread of a stream: an operation met this error. Finds out what it means, and ends the group.
   void blame(const Operation& operation, const std::exception& error);
 
-  // Waits until all operations are over, for as long as they may take; then no thread is left. Later calls do nothing.
+  // Waits until all operations are over, for as long as they may take; then no thread and no connection is left.
   void close();
 
  private:

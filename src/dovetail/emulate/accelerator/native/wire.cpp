@@ -72,7 +72,7 @@ ReduceOp added_up(const Reduction& reduction, bool boolean) {
 void before(at::Tensor& values, const Reduction& reduction) {
   if (reduction.op != ReduceOp::PREMUL_SUM) return;
   if (reduction.factors.defined())
-    values.mul_(reduction.factors.view({}));
+    values.mul_(reduction.factors);
   else
     values.mul_(reduction.factor);
 }
@@ -108,6 +108,7 @@ Wire::Wire(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
 
 c10::intrusive_ptr<c10d::Work> Wire::post(const Post& call) {
   std::lock_guard<std::mutex> lock(posting_);
+  if (!gloo_) throw std::runtime_error("the group was destroyed");
   return call(*gloo_);
 }
 
@@ -309,6 +310,12 @@ void Wire::cut() noexcept {
     post([&](auto& gloo) { return gloo.recv(nothing, (rank_ + 1) % size_, CUT_TAG); })->wait(AT_ONCE);
   } catch (const std::exception&) {  // as intended
   }
+}
+
+void Wire::close() {
+  c10::intrusive_ptr<c10d::Backend> last;
+  std::lock_guard<std::mutex> lock(posting_);
+  last.swap(gloo_);
 }
 
 std::string plain_error(const std::exception& error) {

@@ -70,6 +70,8 @@ class Wire {
 
   // Ends whatever blocks in the functions above, here and on all other ranks, with an error, now and later.
   void cut() noexcept;
+  // Closes all connections, when nothing is on the wire any more: no thread and no socket is left.
+  void close();
 
  private:
   using Post = std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>;
