@@ -77,13 +77,27 @@ std::string place(Site site) {
   return site && host_hooks().describe ? " (" + host_hooks().describe(site) + ")" : "";
 }
 
-void report(std::string line) {
+static void note(const std::string& line) {
   auto& races = world().races;
   bool news = std::find(races.begin(), races.end(), line) == races.end();
   if (news && races.size() < MOST_RACES) races.push_back(line);
-  if (config().detection != Detection::raise) return;
+}
+
+void throw_race(const std::string& line) {
   if (host_hooks().race) host_hooks().race(line);
   throw Race(line);
+}
+
+void report(std::string line) {
+  note(line);
+  if (config().detection == Detection::raise) throw_race(line);
+}
+
+void note_late_race(std::string line) {
+  note(line);
+  if (config().detection != Detection::raise) return;
+  world().late_races.push_back(std::move(line));
+  world().failed = true;
 }
 
 void check_ranges(const Stream& stream, Kernel& what, Site site, const std::vector<Range>& ranges) {
@@ -114,6 +128,7 @@ void record_ranges(Stream& stream, Kernel& what, Site site, uint64_t time, const
     }
     history.resize(kept);
     history.push_back({r.lo, r.hi, r.width, r.pitch, r.write, stream.slot, time, &what, site});
+    if (block->device < 0) guard_pinned(*block, history.back());
   }
 }
 
@@ -130,6 +145,7 @@ void learn(HostThread* host, const VectorClock& clock) {
   auto& mine = host ? *host : w.unknown;
   join(mine.clock, clock);
   mine.version++;
+  release_guards(clock);
 }
 
 void join_host(Stream& stream, HostThread* host) {

@@ -75,6 +75,7 @@ std::shared_ptr<Mark> collect_leaving() {
       }
     // The allocator itself has seen these to be over, so nobody can race with them any more.
     for (auto& mark : l.marks) forget_over(*l.block, mark->clock);
+    if (l.block->device == PINNED) release_guards_of(*l.block);
     account_free(*l.block);
     reuse(l.block);
     return true;
@@ -264,6 +265,10 @@ void mem_free(void* pointer) {
   block->live = false;
   auto* host = acting_host();
   forget_over(*block, (host ? *host : world().anybody).clock);
+  if (block->fresh) {  // nobody has touched it
+    block->fresh = false;
+    std::erase(stream_at(block->slot).fresh, block);
+  }
   Leaving leaving{block, {}};
   for (int slot : block->uses)
     if (slot != block->slot) leaving.marks.push_back(mark_stream(stream_at(slot)));

@@ -33,6 +33,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     register_device();
     register_operators();
     for (int d = 0; d < devices; d++) mem_limit(d, memory_bytes);
+    install_fault_handler();
   });
   register_host(m);
   m.def("device_count", [] { return config().devices; });

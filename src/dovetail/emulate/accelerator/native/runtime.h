@@ -173,6 +173,8 @@ void* shadow(const void* pointer);              // where kernels see device or p
 void* pinned_alloc(size_t bytes);
 void pinned_free(void* pointer);
 bool pinned_owns(const void* pointer);
+// A fault of the host in memory of a device is explained, one in pinned memory that a copy uses is noted as a race.
+void install_fault_handler();
 
 struct MemoryStats {
   size_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0, limit = 0;

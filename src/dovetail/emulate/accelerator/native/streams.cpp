@@ -354,13 +354,19 @@ void set_error(const std::string& what) {
 void check_error() {
   if (!world().failed.load(std::memory_order_relaxed)) return;
   Error first;
+  std::string race;
   {
     std::lock_guard<std::mutex> lock(world().mu);
-    if (world().errors.empty()) return;
-    first = world().errors.front();
-    world().errors.clear();
     world().failed = false;
+    if (!world().late_races.empty()) race = world().late_races.front();
+    world().late_races.clear();
+    if (race.empty()) {
+      if (world().errors.empty()) return;
+      first = world().errors.front();
+    }
+    world().errors.clear();
   }
+  if (!race.empty()) throw_race(race);
   std::string what = first.what ? first.what->name + place(first.site) + ", launched earlier, failed: " : "";
   throw std::runtime_error("emulated accelerator: " + what + first.message);
 }

@@ -77,7 +77,6 @@ struct Block {
   int device = -1;       // -1: pinned
   int slot = -1;         // the stream it belongs to
   bool live = false, fresh = false, resident = false;
-  uint8_t guarded = 0;   // pinned: how many copies keep the host out of it
   std::vector<int> uses;        // streams told by record_stream
   std::vector<Access> history;  // unfinished accesses from before the allocation included
 };
@@ -103,7 +102,8 @@ struct World {
   HostThread anybody;                 // what any thread has seen: those threads know it, for all that we know
   std::vector<std::string> races;
   std::map<std::pair<std::string, Site>, uint64_t> syncs;
-  std::vector<Error> errors;
+  std::vector<Error> errors;          // of kernels
+  std::vector<std::string> late_races;
   std::atomic<bool> failed{false}, closing{false};
   std::atomic<uint64_t> launches{0};
 };
@@ -127,6 +127,11 @@ bool over(const Access& access, const VectorClock& clock);
 void check_ranges(const Stream& stream, Kernel& what, Site site, const std::vector<Range>& ranges);
 void record_ranges(Stream& stream, Kernel& what, Site site, uint64_t time, const std::vector<Range>& ranges);
 void report(std::string line);  // throws Race where races are raised
+[[noreturn]] void throw_race(const std::string& line);
+void note_late_race(std::string line);  // found where nothing can be thrown: the next call throws it
+void guard_pinned(const Block& block, const Access& access);
+void release_guards(const VectorClock& clock);
+void release_guards_of(const Block& block);
 std::string stream_name(int slot);
 std::string place(Site site);
 void put(Stream& stream, Job job);
