@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import dovetail
 from dovetail.core.plan import Bucket, BucketKind
 from dovetail.train.data_parallel.sharded.arriving import Arriving
-
 from tests.devices import place
 
 from .scenarios import QUICK, STEPS, batch, net, preferring
