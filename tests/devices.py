@@ -63,6 +63,12 @@ def side_stream() -> Iterator[None]:
     current.wait_stream(side)
 
 
+def reuse_memory() -> None:
+    """Lets the device's first stream take memory, which shows whether what was freed there may still be in use."""
+    with torch.get_device_module(_where).default_stream(_where):
+        torch.empty(1, device=_where)
+
+
 def kernels_vary(most: float) -> AbstractContextManager[None]:
     """A context in which every kernel of the accelerator takes up to `most` seconds longer."""
     return accelerator.durations(jitter=most) if on_accelerator() and most else nullcontext()

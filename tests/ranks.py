@@ -20,10 +20,19 @@ BACKENDS = {CPU: "gloo", "emu": "eccl"}
 
 
 def run_ranks(
-    function: Callable[..., Any], *, ranks: int = 2, timeout: float = 900, device: str = CPU, **given: Any
+    function: Callable[..., Any],
+    *,
+    ranks: int = 2,
+    timeout: float = 900,
+    device: str = CPU,
+    backend: str = "",
+    **given: Any,
 ) -> list[Any]:
     """What `function(**given)` returned on each rank, as JSON carries it."""
-    return [reports[0] for reports in run_all([(function, given)], ranks=ranks, timeout=timeout, device=device)]
+    return [
+        reports[0]
+        for reports in run_all([(function, given)], ranks=ranks, timeout=timeout, device=device, backend=backend)
+    ]
 
 
 def run_all(

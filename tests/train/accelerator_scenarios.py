@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,12 @@ import dovetail
 from dovetail.core.plan import Bucket
 from dovetail.emulate import accelerator
 from dovetail.planning.depth.guard import Guard
+from dovetail.train.data_parallel.wire import backends
 from dovetail.train.partial.segments import cut
 from tests import devices
 from tests.devices import place
 
-from .data_parallel.overlap_scenarios import of_kinds
+from .data_parallel.overlap_scenarios import of_kinds, refusal
 from .data_parallel.scenarios import QUICK, STEPS, preferring
 
 Train = Callable[[nn.Module, int, Callable[[int], None]], list[torch.Tensor]]
@@ -118,7 +120,13 @@ def planned(model: nn.Module, steps: int, before: Callable[[int], None]) -> list
 
 
 def split(
-    model: nn.Module, steps: int, before: Callable[[int], None], *, kinds: str = "ws", precision: Any = "full", **more: Any
+    model: nn.Module,
+    steps: int,
+    before: Callable[[int], None],
+    *,
+    kinds: str = "ws",
+    precision: Any = "full",
+    **more: Any,
 ) -> list[torch.Tensor]:
     """With the second line, in buckets of both kinds; they are laid out anew in the middle."""
     wrapped: Any = dovetail.DistributedDataParallel(model, plan=None, bucket_cap_mb=0.002, **more)
@@ -181,6 +189,8 @@ def bursting(model: nn.Module, steps: int, before: Callable[[int], None]) -> lis
     return losses
 
 
+GUARD = Guard(every=2, patience=1)
+
 WAYS: dict[str, tuple[Train, str]] = {
     "planned": (planned, "cnn"),
     "split": (split, "cnn"),
@@ -190,7 +200,7 @@ WAYS: dict[str, tuple[Train, str]] = {
     "int8": (partial(split, precision="int8"), "transformer"),
     "tuned": (tuned, "transformer"),
     "partial": (partial_depth, "cnn"),
-    "partial, guarded": (partial(partial_depth, guard=Guard(every=2, patience=1)), "transformer"),
+    "partial, guarded": (partial(partial_depth, guard=GUARD), "transformer"),
     "burst": (bursting, "cnn"),
 }
 
@@ -204,6 +214,7 @@ def trains(way: str, where: str = "", jitter: float = 0.0, steps: int = 4) -> di
     def before(step: int) -> None:
         if not devices.on_accelerator():
             return
+        devices.reuse_memory()
         if step == steps - COUNTED:
             counted.append(counting.enter_context(accelerator.count_syncs()))
         elif step == steps:
@@ -213,3 +224,23 @@ def trains(way: str, where: str = "", jitter: float = 0.0, steps: int = 4) -> di
         losses = train(model, steps, before)
         waits = [f"{r.count} x {r.what} at {r.where}" for count in counted for r in count.records]
         return {"losses": [loss.item() for loss in losses], "waits": waits}
+
+
+def groups() -> dict[str, Any]:
+    """Seconds after which messages of second groups count as lost, by what the first has; and a group without emu."""
+    device, first = devices.device(), dist.group.WORLD
+    assert first is not None
+    both, seven = "cpu:gloo,emu:eccl", timedelta(seconds=7)
+    named = {
+        "own": first,
+        "both": dist.new_group(timeout=timedelta(seconds=60), backend=both),
+        "own, 7 s": dist.new_group(timeout=seven, backend="eccl"),
+        "both, 7 s": dist.new_group(timeout=seven, backend=both),
+    }
+    hosts = dist.new_group(backend="gloo")
+    return {
+        "patience": {name: backends.patience(backends.twin(group, device)) for name, group in named.items()},
+        "own": {name: backends.has_own(group, device) for name, group in named.items()},
+        "of the host": backends.has_own(named["both"], torch.device("cpu")),
+        "said": refusal(lambda: backends.twin(hosts, device)),
+    }
