@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -46,6 +47,14 @@ def dies(place: Place) -> Finding:
 
 def is_no_number(place: Place) -> Finding:
     return Finding("compared", difference=float("inf"))
+
+
+def races(place: Place) -> Finding:
+    """A stream reads what another one writes, and nothing orders the two."""
+    written = torch.ones(4, device=place.device) * 2
+    with torch.Stream(place.device):
+        written.sum()
+    return Finding("not reached")
 
 
 def _too_fast(check: Callable[[Place], Finding]) -> Callable[[Place], Finding]:

@@ -30,7 +30,7 @@ def ranks_find_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares the process that looks at the machine."""
-    monkeypatch.setattr("dovetail.doctor.examination.look", lambda _: HERE)
+    monkeypatch.setattr("dovetail.doctor.examination.look", lambda *_: HERE)
 
 
 def test_every_check_passes_on_this_machine_and_the_report_has_all_of_it(tmp_path: Path) -> None:
@@ -46,12 +46,25 @@ def test_every_check_passes_on_this_machine_and_the_report_has_all_of_it(tmp_pat
     assert str(tmp_path) not in (tmp_path / "doctor.json").read_text(), "a report that is sent names no folder"
 
 
+def test_every_check_passes_on_the_emulated_accelerator_and_a_race_does_not() -> None:
+    found = examine(device="emu", checklist={**COMPARED, "races": f"{BROKEN}:races"})
+    outcomes = {check.name: (check.outcome, check.line) for check in found.checks}
+    *rest, (outcome, line) = outcomes.values()
+    assert {outcome for outcome, _ in rest} == {"passed"}, outcomes
+    assert outcome == "failed" and "nothing orders the two" in line and "broken_checks.py:" in line
+    assert (found.machine.backend, len(found.machine.devices)) == ("eccl", 2)
+    syncs = {check.name: check.host_syncs for check in found.checks if check.name in COMPARED}
+    # None in a step of data parallelism, at most one in a step of the others.
+    assert {name for name, count in syncs.items() if count} <= {"PartialBackprop", "Burst"}, found.checks
+    assert all(count is not None and count <= 1 for count in syncs.values()), found.checks
+
+
 @pytest.mark.usefixtures("known_machine")
 def test_what_hangs_or_dies_is_one_line_and_the_rest_goes_on() -> None:
-    names = ["is_no_number", "hangs", "dies", "fine"]
+    names = ["is_no_number", "hangs", "fine", "dies"]
     found = examine(device="cpu", checklist={name: f"{BROKEN}:{name}" for name in names}, check_limit=6.0)
     outcomes = {check.name: check.outcome for check in found.checks}
-    assert outcomes == {"is_no_number": "failed", "hangs": "failed", "dies": "failed", "fine": "passed"}
+    assert outcomes == {"is_no_number": "failed", "hangs": "failed", "fine": "passed", "dies": "failed"}
     said = {check.name: check.line for check in found.checks}
     assert said["is_no_number"].startswith("parameters differ by ")
     assert "rank 0 hung for 0:00:06, at " in said["hangs"] and "threading.py:" in said["hangs"]
@@ -82,6 +95,7 @@ def test_when_the_time_is_over_the_rest_is_not_run() -> None:
     assert [(check.outcome, check.line) for check in found.checks] == [("not run", "the 1 s for all checks were over")]
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_a_failed_check_is_the_exit_code_and_the_report_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +132,6 @@ def test_wrong_use_is_one_line_and_leaves_nothing(
 
 def test_more_ranks_than_devices_is_refused_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     here = msgspec.structs.replace(HERE, device="cuda", devices=("a GPU",))
-    monkeypatch.setattr("dovetail.doctor.examination.look", lambda _: here)
+    monkeypatch.setattr("dovetail.doctor.examination.look", lambda *_: here)
     with pytest.raises(Error, match="2 ranks need 2 devices, found 1 of type 'cuda': `--device cpu` and"):
         examine()

@@ -27,8 +27,8 @@ from dovetail.train.partial.module import PartialBackprop
 from dovetail.train.partial.segments import contributors, cut
 from dovetail.train.run.closing_line import summary
 
-from .diagnosis import AllReduceFit
-from .instruments import EMULATED, HostSyncs, host_syncs
+from .diagnosis import EMULATED, AllReduceFit
+from .instruments import HostSyncs, host_syncs
 from .trainings import Place, difference, model, sgd, step
 
 TOLERANCE = 1e-4

@@ -10,6 +10,9 @@ from dovetail.core.files import Count, Index, Name, Noun, Record, Seconds
 
 Outcome = Literal["passed", "failed", "not run"]
 
+EMULATED = "emu"
+"""The type of the emulated accelerator's devices."""
+
 
 class Machine(Record, frozen=True, kw_only=True):
     """What the checks ran on. It names no host, user or path."""

@@ -20,20 +20,19 @@ from dovetail.core.errors import Error
 from dovetail.emulate.launch import LaunchError, RankResult, launch
 
 from .checklist import CHECKLIST, START, RankProgress
-from .diagnosis import AllReduceFit, CheckResult, Diagnosis, Machine
+from .diagnosis import EMULATED, AllReduceFit, CheckResult, Diagnosis, Machine
 
 LIMIT = 300.0
 """Seconds for everything, but for building the emulated accelerator where that is not built yet."""
 CHECK_LIMIT = 60.0
 """Seconds for one check; a rank that takes longer counts as hung."""
-LOOK_LIMIT = 240.0
+LOOK_LIMIT = 600.0
 """Seconds for looking at the machine, in which the emulated accelerator may be built."""
 LEAST_LEFT = 15.0
 """Seconds that must be left for a launch to make sense: starting torch takes some of them."""
 MOST_RANKS = 64
 
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (\S+)')
-_LOOPBACK = "NCCL_SOCKET_IFNAME"
 
 Tell = Callable[[str], None]
 
@@ -54,8 +53,10 @@ def examine(
     """
     if not 2 <= ranks <= MOST_RANKS:
         raise Error(f"ranks: expected 2 to {MOST_RANKS}, got {ranks}")
-    tell("looking at the machine")
-    machine = look(device)
+    tell(
+        "looking at the machine" + (", building the accelerator if this is its first use" if device == EMULATED else "")
+    )
+    machine = look(device, ranks)
     begin = time.monotonic()
     if machine.device != "cpu" and len(machine.devices) < ranks:
         raise Error(
@@ -83,12 +84,11 @@ def examine(
     )
 
 
-def look(device: str | None) -> Machine:
+def look(device: str | None, ranks: int) -> Machine:
     """What is here, from a process of its own. An Error in one line where torch or the device cannot be used."""
+    argv = ["-m", "dovetail.doctor.machine", *([device] if device is not None else [])]
     try:
-        found = launch(
-            ["-m", "dovetail.doctor.machine", *([device] if device is not None else [])], ranks=1, timeout=LOOK_LIMIT
-        )
+        found = launch(argv, ranks=1, timeout=LOOK_LIMIT, env=_environment(ranks))
     except LaunchError as e:
         said = [line.strip() for line in e.results[0].stderr if line.strip()]
         raise Error(said[-1] if said and e.results[0].code == 1 else f"looking at the machine failed: {e}") from None
@@ -100,9 +100,8 @@ def _launched(
 ) -> tuple[list[CheckResult], AllReduceFit | None]:
     """Runs checks in one launch: the results of those that ended, at least one of them, and of the network."""
     argv = ["-m", "dovetail.doctor.rank_checks", device, str(min(check_limit, seconds)), json.dumps(dict(checks))]
-    own = {} if _LOOPBACK in os.environ else {_LOOPBACK: "lo"}
     try:
-        results = launch(argv, ranks=ranks, timeout=seconds, env=own)
+        results = launch(argv, ranks=ranks, timeout=seconds, env=_environment(ranks))
         failure = None
     except LaunchError as e:
         results, failure = e.results, e
@@ -120,6 +119,12 @@ def _launched(
     if all(rank.now == START for rank in come):
         return [*ended, *_not_run(checks, f"the ranks could not start: {reason}")], network
     return [*ended, CheckResult(name=now, outcome="failed", line=reason)], network
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Variables that the caller's environment may set otherwise: NCCL on loopback, an emulated device for each rank."""
+    ours = {"NCCL_SOCKET_IFNAME": "lo", "DOVETAIL_EMULATED_DEVICES": str(ranks)}
+    return {name: value for name, value in ours.items() if name not in os.environ}
 
 
 def _progress(result: RankResult) -> RankProgress:

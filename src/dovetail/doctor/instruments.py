@@ -14,8 +14,7 @@ from types import ModuleType
 
 import torch
 
-EMULATED = "emu"
-"""The type of the emulated accelerator's devices."""
+from .diagnosis import EMULATED
 
 
 def emulator() -> ModuleType:
