@@ -41,8 +41,17 @@ def plain(accelerator: str) -> Results:
 
 @pytest.fixture(scope="module")
 def elsewhere(accelerator: str) -> Results:
-    """On a device that is never the current one, in a stream beside, with two backends; kernels vary in length."""
+    """On the second device, in a stream beside the default one, with two backends; kernels vary in length."""
     return results(tuple(WAYS), f"{accelerator}:1", "cpu:gloo,emu:eccl", where="side", jitter=3e-4)
+
+
+NEVER_CURRENT = ("planned", "split", "bf16", "partial", "burst")
+
+
+@pytest.fixture(scope="module")
+def never_current(accelerator: str) -> Results:
+    """On the second device while the first is the current one: entering a stream would make the second current."""
+    return results(NEVER_CURRENT, f"{accelerator}:1", "cpu:gloo,emu:eccl", jitter=3e-4)
 
 
 def difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
@@ -62,6 +71,11 @@ def test_another_device_and_stream_and_kernels_of_any_length_change_nothing(
     elsewhere: Results, plain: Results, way: str
 ) -> None:
     assert difference(elsewhere[way], plain[way]) == 0.0
+
+
+@pytest.mark.parametrize("way", NEVER_CURRENT)
+def test_the_current_device_makes_no_difference(never_current: Results, plain: Results, way: str) -> None:
+    assert difference(never_current[way], plain[way]) == 0.0
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "partial, guarded"])
