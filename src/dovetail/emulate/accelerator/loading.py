@@ -21,6 +21,8 @@ DEVICE = "emu"
 DEFAULT_DEVICES = 2
 DEFAULT_BYTES = 16 << 30
 MOST_DEVICES = 64
+PASSING_ON = ("emulate/accelerator/", "emulate/training/", "train/data_parallel/module.py")
+"""Code of dovetail's between a caller and torch: races and waits are told with the caller's line."""
 LAST_SECONDS = 10.0
 """Seconds that a process waits, at its end, for what still runs on its streams."""
 
@@ -64,7 +66,7 @@ def load(*, devices: int | None = None, memory: int | None = None, detector: str
         native.set_library_folders(
             [
                 f"{Path(torch.__file__).parent}{os.sep}",
-                *(f"{Path(dovetail.__file__).parent}/emulate/{room}/" for room in ("accelerator", "training")),
+                *(f"{Path(dovetail.__file__).parent}/{code}" for code in PASSING_ON),
             ]
         )
         native.set_race_type(Race)
