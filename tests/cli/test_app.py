@@ -47,7 +47,7 @@ def test_help_lists_every_command_and_loads_no_heavy_package() -> None:
         [sys.executable, "-X", "importtime", "-m", "dovetail", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    commands = "demo profile network plan simulate scale train schedule view cluster fabric"
+    commands = "demo profile network plan simulate scale train doctor schedule view cluster fabric"
     for command in commands.split():
         assert f"\n  {command} " in done.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
@@ -60,7 +60,7 @@ def test_the_version_is_the_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "profile", "network", "plan", "simulate", "scale", "train", "schedule", "view"]
+    "command", ["demo", "profile", "network", "plan", "simulate", "scale", "train", "doctor", "schedule", "view"]
 )
 def test_every_command_takes_json_and_explains_itself(command: str) -> None:
     result = run(command, "--help")

@@ -179,7 +179,7 @@ def execute(
     `jitter`: it waits up to so many seconds before claims and ends; `twice`: the share of tasks that it runs twice;
     `die_after`: the number of the task in which it kills itself; `last`: the last iteration that it serves.
     """
-    from dovetail.cluster.executor import loader
+    from dovetail.cluster.executor import loader, task_runner
     from dovetail.cluster.job import spec, tensor_channel
     from dovetail.cluster.job.objects import JobError
     from dovetail.cluster.job.submission import stored_options
@@ -232,7 +232,7 @@ def execute(
                     failed = TaskFailed(iteration=mine.iteration, worker=mine.worker, reason=str(e), trace=e.trace)
                     connection.send(failed)
                     break
-                except loader.Stale:
+                except task_runner.Stale:
                     break
                 if 0 <= die_after <= count:  # not ==: that task may have been a stale one
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -51,9 +51,13 @@ def up(
         bool,
         typer.Option("--emulated", help="Devices that wait for the times of a job's profile instead of computing."),
     ] = False,
+    accelerators: Annotated[
+        str, typer.Option(metavar="NAMES", help="Accelerators as devices: cuda:0,cuda:1 …; emu:0 is an emulated one.")
+    ] = "",
     policy: Annotated[str, typer.Option(metavar="NAME", help="jigsaw, gang-fifo-backfill, …")] = "jigsaw",
     memory: Annotated[
-        float, typer.Option(min=0.0, help="GiB of each device; default: the machine's memory, shared among them.")
+        float,
+        typer.Option(min=0.0, help="GiB of each device; default: the machine's, shared, or 90 % of an accelerator's."),
     ] = 0.0,
     engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this machine; ray: a Ray cluster.")] = "local",
     ray: Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray's address; auto: this machine's Ray.")] = "auto",
@@ -73,16 +77,19 @@ def up(
 
     start = time.monotonic()
     address, ran = up_down.up(
-        home, devices=devices, emulated=emulated, policy=policy, device_bytes=inputs.memory_bytes(memory),
-        engine=engine, ray=ray, host=host, port=port, token_file=token_file,
+        home, devices=devices, emulated=emulated, accelerators=accelerators, policy=policy,
+        device_bytes=inputs.memory_bytes(memory), engine=engine, ray=ray, host=host, port=port, token_file=token_file,
     )  # fmt: skip
     took = time.monotonic() - start
     status = _client(home, "", None).status(jobs=False)
     count, kind = len(status["devices"]), "emulated devices" if status["emulated"] else "devices"
+    named = ",".join(d["accelerator"] for d in status["devices"] if d["accelerator"])
+    kind += f" ({named})" if named else ""
     facts = {**asdict(address), "url": address.url, "ran_already": ran, "devices": count, "policy": status["policy"]}
     start_line = "runs already" if ran else f"up in {took:.1f} s"
     line = f"{start_line}: {count} {kind}, policy {status['policy']}, {address.url}"
     asked = {"--devices": devices in (0, count), "--emulated": emulated <= status["emulated"],
+             "--accelerators": accelerators.replace(" ", "") in ("", named),
              "--policy": policy in ("jigsaw", status["policy"])}  # fmt: skip
     other = [option for option, same in asked.items() if not same]
     if ran and other:

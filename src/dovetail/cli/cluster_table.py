@@ -36,8 +36,9 @@ def _devices(status: dict[str, Any]) -> Table:
         residents = Text("not ready", "red") if not d["ready"] else Text()
         for i, job in enumerate(d["residents"]):
             residents.append(("" if not i else " ") + str(job), "bold green" if job == d["running"] else "")
+        name = f"{d['device']} {d.get('accelerator', '')}".strip()
         table.add_row(
-            str(d["device"]), d["node"], residents, f"{d['duty']:.2f}", f"{d['utilization']:.0%}",
+            name, d["node"], residents, f"{d['duty']:.2f}", f"{d['utilization']:.0%}",
             f"{_size(d['bytes'])} of {_size(d['bytes_total'])}",
         )  # fmt: skip
     return table

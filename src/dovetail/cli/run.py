@@ -63,15 +63,30 @@ def train(
     steps: Annotated[
         int | None, typer.Option(min=1, help="With --spb and a plan with phases: length of the training.")
     ] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="The script's CUDA devices are emulated: for machines without GPUs.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="job.json", help="With --emulate: layers take the times of this profile.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="1gbit", help="With --emulate: links of this speed between the ranks (root).")
+    ] = None,
+    races: Annotated[
+        bool, typer.Option("--races", help="With --emulate: look for races between streams, and for host syncs.")
+    ] = False,
     json: console.Json = False,
 ) -> None:
     """Run an unchanged DistributedDataParallel script with planned gradient buckets.
 
     The last line, on the machine with rank 0, says what was kept, or why nothing was. With --spb the script runs under
     partial backpropagation instead; the guard's decisions go to stderr, a line each.
-    The script's own output passes through; with --json it goes to stderr.
+    With --emulate it runs on emulated accelerators: kernels queue as on a GPU, collectives are real, and one more line
+    says what was emulated. The script's own output passes through; with --json it goes to stderr.
     """
     from dovetail.core.errors import Error
+    from dovetail.emulate.shaped_network import available
+    from dovetail.emulate.training.emulated_run import Emulation, train_emulated
     from dovetail.train.run.launcher import train as run
     from dovetail.train.run.rendezvous import Rendezvous
 
@@ -88,21 +103,41 @@ def train(
     if nnodes is None and any(value is not None for value in meeting.values()):
         given = next(name for name, value in meeting.items() if value is not None)
         raise Error(f"{given.replace('_', '-')}: expected together with nnodes, the number of machines")
+    if not emulate and (profile is not None or rate is not None or races):
+        raise Error("profile, rate, races: expected together with emulate, which they belong to")
+    if emulate and (spawns or nnodes is not None):
+        raise Error("emulate: the ranks are started here, one process each; expected neither spawns nor nnodes")
     begin, lines = time.monotonic(), list[str]()
+    if rate is not None and (missing := available()) is not None:
+        console.say(f"links are not limited: {missing}; the ranks talk over loopback instead")
     with console.stdout_to_stderr() if json else contextlib.nullcontext():
-        code = run(
-            script,
-            workers=workers,
-            module=module,
-            rendezvous=Rendezvous(nnodes, **meeting) if nnodes is not None else None,  # type: ignore[arg-type]
-            spawns=spawns,
-            plan=plan,
-            spb=spb,
-            epsilon=epsilon,
-            steps=steps,
-            args=arguments or [],
-            tell=lines.append,
-        )
+        if emulate:
+            code = train_emulated(
+                script,
+                Emulation(profile, rate, races),
+                workers=workers,
+                module=module,
+                plan=plan,
+                spb=spb,
+                epsilon=epsilon,
+                steps=steps,
+                args=arguments or [],
+                tell=lines.append,
+            )
+        else:
+            code = run(
+                script,
+                workers=workers,
+                module=module,
+                rendezvous=Rendezvous(nnodes, **meeting) if nnodes is not None else None,  # type: ignore[arg-type]
+                spawns=spawns,
+                plan=plan,
+                spb=spb,
+                epsilon=epsilon,
+                steps=steps,
+                args=arguments or [],
+                tell=lines.append,
+            )
     for line in lines:
         typer.echo(f"dovetail: {line}", err=True)
     if code > 128:  # ended by a signal that was passed on
@@ -114,6 +149,7 @@ def train(
     if json:
         seconds = time.monotonic() - begin
         used = {"plan": str(plan) if plan else None, "spb": spb, "result": lines[0] if lines else None}
+        used |= {"emulated": lines[1] if emulate else None}
         console.emit({"script": script, "workers": None if spawns else workers or 2, **used, "seconds": seconds})
 
 

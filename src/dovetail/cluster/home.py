@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dovetail.cluster.accelerators import is_emulated
 from dovetail.core.errors import Error, InputError
 from dovetail.core.files import replacing, write_text
 
@@ -39,6 +40,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     devices: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     emulated: bool = False
+    """Devices wait for the times of a job's profile instead of computing."""
+    accelerators: tuple[str, ...] = ()
+    """Names of accelerators, one for each device (see `cluster.accelerators`); none: cores, or emulated devices."""
     device_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 * 2**30
     policy: str = "jigsaw"
     engine: Literal["local", "ray"] = "local"
@@ -51,6 +55,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     token_file: str = ""
     prepare: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
     """Jobs, at most, whose aggregators are loaded while they wait for devices."""
+
+    @property
+    def imitated(self) -> bool:
+        """Whether the devices stand in for others: they wait, or the accelerators are emulated. Outputs say so."""
+        return self.emulated or any(map(is_emulated, self.accelerators))
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def read(home: Path, *, since: float = 0.0) -> RecordedRun:
         assert row.ended is not None
         jobs.append(RecordedJob(id=row.id, job=job, finish=row.ended - first, tasks=len(mine)))
     busy = sum(t.stop - t.start for r in jobs for t in tasks[str(r.id)])
-    emulated = settings.emulated
+    emulated = settings.imitated
     return RecordedRun(
         policy=settings.policy,
         cluster=ClusterSize(devices=settings.devices, node=settings.devices, device_bytes=settings.device_bytes),

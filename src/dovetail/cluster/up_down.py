@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dovetail.core.errors import Error, MissingExtra
 
+from .accelerators import parse, probe
 from .client import Client, Unreachable
 from .coordinator.job_store import Store
 from .engines import process
@@ -32,6 +33,7 @@ def up(
     *,
     devices: int = 0,
     emulated: bool = False,
+    accelerators: str = "",
     policy: str = "jigsaw",
     device_bytes: int = 0,
     engine: str = "local",
@@ -44,8 +46,9 @@ def up(
 ) -> tuple[Address, bool]:
     """Starts the cluster of a home, or finds it running: its address, and whether it ran already.
 
-    `devices` 0: one per core, or 8 emulated ones. `device_bytes` 0: four fifths of the memory, shared among CPU
-    devices; 16 GiB for each emulated one. Returns when every device is ready.
+    `devices` 0: one per core, or 8 emulated ones. `accelerators`: names as "cuda:0,cuda:1", which are the devices then.
+    `device_bytes` 0: four fifths of the memory, shared among CPU devices; 16 GiB for each emulated one; nine tenths of
+    an accelerator's own. Returns when every device is ready.
     """
     import importlib.util
 
@@ -59,6 +62,10 @@ def up(
     if policy not in live:
         simulated = "only simulated; " if policy in POLICIES else ""
         raise Error(f"policy {policy!r}: {simulated}expected one of {', '.join(live)}")
+    names = parse(accelerators) if accelerators else ()
+    if names and (devices or emulated or engine != "local"):
+        other = "--devices" if devices else "--emulated" if emulated else f"--engine {engine}"
+        raise Error(f"--accelerators: the devices are those that it names, on this machine; not with {other}")
     if host not in LOOPBACK and token_file is None:
         raise Error(f"--host {host}: an address other than loopback needs --token-file")
     if token_file is not None:
@@ -67,14 +74,20 @@ def up(
         return _wait(where, timeout), True
     if where.database.exists():
         Store(where.database).close()  # a wrong store fails here, before any process is started
+    if names:
+        devices, found = len(names), probe(names, process.scrubbed(os.environ))
+        if device_bytes > found:
+            has, got = found / 2**30, device_bytes / 2**30
+            raise Error(f"--memory: expected at most {has:.2f} GiB of an accelerator's, got {got:.2f}")
+        device_bytes = device_bytes or found
     devices = devices or (8 if emulated else len(os.sched_getaffinity(0)))
     device_bytes = device_bytes or (16 * 2**30 if emulated else memory_bytes() * 4 // 5 // devices)
     where.create()
     where.address_file.unlink(missing_ok=True)
     where.write_settings(
         Settings(
-            devices=devices, emulated=emulated, device_bytes=device_bytes, policy=policy, host=host, port=port,
-            engine="ray" if engine == "ray" else "local", ray=ray, prepare=prepare,
+            devices=devices, emulated=emulated, accelerators=names, device_bytes=device_bytes, policy=policy,
+            host=host, port=port, engine="ray" if engine == "ray" else "local", ray=ray, prepare=prepare,
             control_host="0.0.0.0" if engine == "ray" else "127.0.0.1",
             token_file=str(token_file.absolute()) if token_file else "",
         )

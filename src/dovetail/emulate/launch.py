@@ -75,14 +75,15 @@ def launch(
     timeout: float,
     env: dict[str, str] | None = None,
     on_line: Callable[[int, str], None] | None = None,
+    inherit: bool = False,
 ) -> list[RankResult]:
     """Runs `python *argv` once per rank, as torchrun would on one machine, and returns when all have ended.
 
     Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and one thread; with a
     `network` it runs in its namespace there, else on loopback. Lines of either output stream go to `on_line(rank,
-    line)` as they come. When a rank fails, when `timeout` seconds have passed, on Ctrl-C and on SIGTERM, all ranks are
-    ended: by SIGTERM, and by SIGKILL if they have not ended GRACE seconds later. If this process is killed, the kernel
-    kills the ranks.
+    line)` as they come; with `inherit` the ranks write to the caller's own output and error instead. When a rank fails,
+    when `timeout` seconds have passed, on Ctrl-C and on SIGTERM, all ranks are ended: by SIGTERM, and by SIGKILL if
+    they have not ended GRACE seconds later. If this process is killed, the kernel kills the ranks.
     """
     if ranks < 1:
         raise Error(f"ranks: expected at least 1, got {ranks}")
@@ -90,7 +91,7 @@ def launch(
         raise Error(f"ranks: expected at most the network's {network.ranks}, got {ranks}")
     if not timeout > 0:
         raise Error(f"timeout: expected more than 0 seconds, got {timeout}")
-    with scratch("launch") as folder, sigterm_raises(), held_port() as port, _RankProcesses() as running:
+    with scratch("launch") as folder, sigterm_raises(), held_port() as port, _RankProcesses(inherit) as running:
         # In a namespace every port is free; a new one each time, as connections of the last launch linger.
         shared = _shared_environment(ranks, network, next(_ports) if network else port) | (env or {})
         for rank in range(ranks):
@@ -149,8 +150,9 @@ class _OutputPipe:
 class _RankProcesses:
     """The ranks of one launch. Leaving the block, for whatever reason, leaves no process and no open pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, inherit: bool) -> None:
         self.processes: list[_RankProcess] = []
+        self._output = None if inherit else subprocess.PIPE
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _RankProcesses:
@@ -164,25 +166,25 @@ class _RankProcesses:
             for process in self.processes:
                 os.close(process.exited)
                 for pipe in (process.popen.stdout, process.popen.stderr):
-                    assert pipe is not None
-                    pipe.close()
+                    if pipe is not None:
+                        pipe.close()
 
     def start(self, rank: int, command: list[str], environment: dict[str, str]) -> None:
         popen = subprocess.Popen(
             dying_with_us(command),
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._output,
             start_new_session=True,  # so that signals reach the rank with everything it starts, and Ctrl-C only us
         )
         process = _RankProcess(rank, popen, os.pidfd_open(popen.pid))
         self.processes.append(process)
         self._selector.register(process.exited, selectors.EVENT_READ, process)
         for name, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, _OutputPipe(process, name, pipe))
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self._selector.register(pipe, selectors.EVENT_READ, _OutputPipe(process, name, pipe))
 
     def watch(
         self, deadline: float, timeout: float, on_line: Callable[[int, str], None] | None

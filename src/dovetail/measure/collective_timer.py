@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -140,12 +141,23 @@ def place(group: ProcessGroup | None, device: torch.device | str | None) -> tupl
         raise Error("this rank is not in the process group that is to be measured")
     if ranks == 1:
         raise Error("a process group of 1 rank has no network to measure: expected at least 2 ranks")
-    backend = str(dist.get_backend(group))
-    if device is not None:
-        return ranks, backend, torch.device(device)
-    if backend in ("gloo", "mpi") or not torch.accelerator.is_available():
-        return ranks, backend, torch.device("cpu")
-    # Not tested on the hardware at hand: needs an accelerator.
-    where = torch.accelerator.current_accelerator(check_available=True)
-    assert where is not None
-    return ranks, backend, torch.device(where.type, torch.accelerator.current_device_index())
+    known = group or dist.group.WORLD
+    assert known is not None
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        own = found is not None and backend_of(known, found) not in ("", "gloo", "mpi")
+        device = torch.device(found.type, torch.accelerator.current_device_index()) if found and own else "cpu"
+    where = torch.device(device)
+    return ranks, backend_of(known, where) or str(dist.get_backend(group)), where
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that carries this device's tensors; "" where the group does not tell, as Python's own.
+
+    A group has one for each kind of device, and where these differ (`cpu:gloo,cuda:nccl`) its own name says nothing.
+    """
+    import torch
+
+    with contextlib.suppress(RuntimeError):
+        return str(group._get_backend(torch.device(device.type)).name()).lower()
+    return ""

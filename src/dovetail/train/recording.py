@@ -1,18 +1,18 @@
 """Recordings: real iterations of a wrapped model as a Timeline, to lay beside the predicted one.
 
 Every training mode has one `SpanRecorder` and reports to it what this rank does. `record()` opens a `Recording`; each
-span goes to all recordings that are open at that moment, so recordings can be nested. Times are taken on the host by
-time.perf_counter(): on a GPU they say when work was handed over, not when it ran (untested there).
+span goes to all recordings that are open at that moment, so recordings can be nested. Times are stamps of the device's
+clock: on an accelerator they say when work ran, not when the host handed it over.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dovetail.core.timeline import Span, SpanKind, Timeline, idle_gaps
+from dovetail.measure.clock import Clock
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class TimedWork(Protocol):
     """Communication that is queued, running or done."""
 
-    span: tuple[float, float]
-    """When it ran; valid once `wait` has returned."""
+    @property
+    def span(self) -> tuple[Any, Any]:
+        """Stamps of its start and its end; valid once `wait` has returned."""
 
     def wait(self) -> None: ...
 
@@ -30,19 +31,20 @@ class TimedWork(Protocol):
 class Recording:
     """What this rank did inside `with model.record() as recording`."""
 
-    def __init__(self, name: str, rank: int, *, idle: bool) -> None:
-        self._name, self._rank, self._idle = name, rank, idle
-        self._began = self._until = time.perf_counter()
-        self._spans: list[tuple[str, SpanKind, float, float, int]] = []
+    def __init__(self, name: str, rank: int, clock: Clock, *, idle: bool) -> None:
+        self._name, self._rank, self._clock, self._idle = name, rank, clock, idle
+        clock.set_zero()
+        self._began = self._until = clock.stamp()
+        self._spans: list[tuple[str, SpanKind, Any, Any, int]] = []
         self._queued: list[tuple[str, int, TimedWork]] = []
 
-    def add(self, name: str, kind: SpanKind, start: float, stop: float, nbytes: int) -> None:
+    def add(self, name: str, kind: SpanKind, start: Any, stop: Any, nbytes: int) -> None:
         self._spans.append((name, kind, start, stop, nbytes))
 
     def add_queued(self, name: str, nbytes: int, work: TimedWork) -> None:
         self._queued.append((name, nbytes, work))
 
-    def extend(self, until: float) -> None:
+    def extend(self, until: Any) -> None:
         """An iteration ended at `until`, also for a rank that had nothing to do in it."""
         self._until = until
 
@@ -51,11 +53,15 @@ class Recording:
 
         Zero is the start of the first span; where idle gaps are marked it is the start of the block.
         """
-        taken = list(self._spans)
+        noted = list(self._spans)
         for what, nbytes, work in self._queued:
             work.wait()
-            taken.append((what, "communication", *work.span, nbytes))
-        zero = self._began if self._idle else min((start for _, _, start, _, _ in taken), default=0.0)
+            noted.append((what, "communication", *work.span, nbytes))
+        stamps = [self._began, self._until, *(stamp for _, _, *pair, _ in noted for stamp in pair)]
+        began, until, *times = self._clock.times(stamps)
+        pairs = zip(noted, times[::2], times[1::2], strict=True)
+        taken = [(what, kind, start, stop, nbytes) for (what, kind, _, _, nbytes), start, stop in pairs]
+        zero = began if self._idle else min((start for _, _, start, _, _ in taken), default=0.0)
         device = f"rank {self._rank}"
         spans = [
             Span(
@@ -69,7 +75,7 @@ class Recording:
             for what, kind, start, stop, nbytes in taken
         ]
         if self._idle:
-            spans += idle_gaps(spans, [device], until=max([self._until - zero, *(s.stop for s in spans)]))
+            spans += idle_gaps(spans, [device], until=max([until - zero, *(s.stop for s in spans)]))
         return Timeline(name=name or self._name, source="measured", emulated=emulated, spans=tuple(spans))
 
 
@@ -79,8 +85,10 @@ class SpanRecorder:
     With `idle` a timeline counts from the start of the block and marks when the device was idle.
     """
 
-    def __init__(self, name: str, rank: int, *, idle: bool = False) -> None:
+    def __init__(self, name: str, rank: int, clock: Clock, *, idle: bool = False) -> None:
         self._name, self._rank, self._idle = name, rank, idle
+        self.clock = clock
+        """What all stamps are of."""
         self._open: list[Recording] = []
 
     @property
@@ -90,16 +98,22 @@ class SpanRecorder:
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
-        recording = Recording(self._name, self._rank, idle=self._idle)
+        recording = Recording(self._name, self._rank, self.clock, idle=self._idle)
         self._open.append(recording)
         try:
             yield recording
         finally:
             self._open.remove(recording)
 
-    def add(self, name: str, kind: SpanKind, start: float, stop: float | None = None, nbytes: int = 0) -> None:
-        """Something that began at `start` and ended at `stop`, or just now."""
-        stop = time.perf_counter() if stop is None else stop
+    def begin(self) -> Any:
+        """The stamp of something that begins now; None where nobody records."""
+        return self.clock.stamp() if self._open else None
+
+    def add(self, name: str, kind: SpanKind, start: Any, stop: Any = None, nbytes: int = 0) -> None:
+        """Something that began at `start` (None: when nobody recorded) and ended at `stop`, or just now."""
+        if start is None or not self._open:
+            return
+        stop = self.clock.stamp() if stop is None else stop
         for recording in self._open:
             recording.add(name, kind, start, stop, nbytes)
 
@@ -112,16 +126,15 @@ class SpanRecorder:
         """A collective that was just started; its end is noted by whichever thread sees it."""
         if work is None or not self._open:
             return
-        start, heard = time.perf_counter(), list(self._open)
+        start, heard = self.clock.stamp(), list(self._open)
 
         def done(_: Any) -> None:
-            stop = time.perf_counter()
+            stop = self.clock.stamp()
             for recording in heard:
                 recording.add(name, "communication", start, stop, nbytes)
 
         work.get_future().then(done)
 
     def end_iteration(self) -> None:
-        now = time.perf_counter()
         for recording in self._open:
-            recording.extend(now)
+            recording.extend(self.clock.stamp())

@@ -53,6 +53,8 @@ class FakeRunner:
     def run(self, task: Task) -> Done:
         raise NotImplementedError
 
+    def prefetch(self, iteration: int) -> None: ...
+
     def close(self) -> None: ...
 
 

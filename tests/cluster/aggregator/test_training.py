@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 from dovetail import Guard, TrainingJob
 from dovetail.cluster.aggregator.offers import IterationTasks
 from dovetail.cluster.aggregator.training import NotFinite, Training
-from dovetail.cluster.executor.loader import TaskRunner, open_runner
+from dovetail.cluster.executor.loader import open_runner
+from dovetail.cluster.executor.task_runner import TaskRunner
 from dovetail.cluster.job.objects import Samples
 from dovetail.cluster.transport.messages import Done
 from dovetail.core.depth_plan import DepthPlan

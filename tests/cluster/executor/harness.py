@@ -173,6 +173,9 @@ class FakeJob:
             iteration=task.iteration, worker=task.worker, loss=0.0, samples=1, start=start, stop=time.monotonic()
         )
 
+    def prefetch(self, iteration: int) -> None:
+        pass
+
     def close(self) -> None:
         (self.folder / "closed").write_text(str(self.ran))
 

@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 
 from dovetail import TrainingJob
 from dovetail.cluster.aggregator.training import Training
-from dovetail.cluster.executor.loader import Stale, TaskRunner, open_runner
+from dovetail.cluster.executor.loader import open_runner
+from dovetail.cluster.executor.task_runner import Stale, TaskRunner
 from dovetail.cluster.job.arena import FOLDER, Arena
 from dovetail.cluster.job.objects import JobError
 from dovetail.cluster.transport.messages import Task

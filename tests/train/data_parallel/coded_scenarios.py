@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import dovetail
 from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket
-from dovetail.train.data_parallel.wire import coded, ring
+from dovetail.train.data_parallel.wire import backends, coded, ring
 from dovetail.train.data_parallel.wire.codec import CODECS
 from tests.paths import BENCHMARKS
 
@@ -26,7 +26,7 @@ def transfers(precision: Precision, elements: int) -> dict[str, bool]:
     import precision_arithmetic as reference
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    codec, coder, group = CODECS[precision], coded.Coder(CODECS[precision]), ring.twin(None)
+    codec, coder, group = CODECS[precision], coded.Coder(CODECS[precision]), backends.twin(None, torch.device("cpu"))
     size = ring.padded(elements, ranks)
     width = size // ranks
     draw = torch.Generator().manual_seed(7)

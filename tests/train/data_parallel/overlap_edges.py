@@ -22,7 +22,7 @@ import dovetail
 from dovetail.core import files
 from dovetail.core.plan import Bucket, Plan, Prediction
 from dovetail.train.data_parallel.eligibility import PLAN_VARIABLE
-from dovetail.train.data_parallel.wire import ring
+from dovetail.train.data_parallel.wire import backends, ring
 
 from .overlap_scenarios import OPTIMIZERS, Bag, both, difference, loss, refusal
 
@@ -181,7 +181,7 @@ def dropped() -> list[bool]:
 def rings(elements: int, piece: int) -> dict[str, bool]:
     """The three collectives against plain sums, in pieces of so many bytes; two of them on their way at once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    group = ring.twin(None)
+    group = backends.twin(None, torch.device("cpu"))
     whole = ring.padded(elements, ranks)
     real, ring.PIECE = ring.PIECE, piece
     try:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import dovetail
 from dovetail.core.plan import Bucket, BucketKind
 from dovetail.train.data_parallel.sharded.arriving import Arriving
+from tests.devices import place
 
 from .scenarios import QUICK, STEPS, batch, net, preferring
 
@@ -54,7 +55,7 @@ class Bag(nn.Module):
         self.frozen = nn.Linear(12, 12).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.idle = nn.Linear(5, 5) if idle else None
-        self.double()
+        place(self.double())
 
     def forward(self, tokens: torch.Tensor, *, use_idle: bool = False) -> torch.Tensor:
         x = self.table(tokens)
@@ -68,7 +69,7 @@ class Bag(nn.Module):
 
 
 def tokens(step: int) -> torch.Tensor:
-    return torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    return place(torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(100 * step + dist.get_rank())))
 
 
 def loss(model: nn.Module, step: int, **given: Any) -> torch.Tensor:

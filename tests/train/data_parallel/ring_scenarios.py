@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.core.network import Precision
-from dovetail.train.data_parallel.wire import coded, ring
+from dovetail.train.data_parallel.wire import backends, coded, ring
 from dovetail.train.data_parallel.wire.codec import CODECS
 from dovetail.train.data_parallel.wire.lane import CommunicationLane
 from tests.train.data_parallel.coded_scenarios import adding_to
@@ -35,7 +35,7 @@ def any_borders(seed: int, cases: int) -> dict[str, Any]:
     """The three collectives over random parts, all on their way at once as on the lane, against plain sums."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     draw = random.Random(seed)  # the same on all ranks
-    lane = CommunicationLane(torch.device("cpu"), group := ring.twin(None), 60.0)
+    lane = CommunicationLane(torch.device("cpu"), group := backends.twin(None, torch.device("cpu")), 60.0)
     wrong: list[str] = []
     real = ring.PIECE, ring.LEAST_PIECE
     try:
@@ -81,7 +81,7 @@ def any_borders_coded(seed: int, cases: int, precision: Precision) -> dict[str, 
     """The same in fewer bytes, bit for bit against what one process computes for all ranks, with feedback."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    codec, coder, group = CODECS[precision], coded.Coder(CODECS[precision]), ring.twin(None)
+    codec, coder, group = CODECS[precision], coded.Coder(CODECS[precision]), backends.twin(None, torch.device("cpu"))
     wrong: list[str] = []
     real, coded.PIECE = coded.PIECE, 1024
     try:

@@ -24,6 +24,7 @@ from dovetail.train.data_parallel.module import DistributedDataParallel
 from dovetail.train.data_parallel.observe import ObservedIteration
 from dovetail.train.data_parallel.tuning import tuner as tuner_module
 from dovetail.train.integrations import buckets
+from tests.devices import place
 
 QUICK = Tuning(warmup=1, measure=3, candidates=3, settle=2, steps=2, rounds=2, duel_steps=1, network_seconds=0.2)
 STEPS = QUICK.most // 2 + 14  # enough for QUICK to end and for the kept plan to be in force
@@ -32,7 +33,7 @@ STEPS = QUICK.most // 2 + 14  # enough for QUICK to end and for the kept plan to
 def net(width: int = 48, depth: int = 6) -> nn.Module:
     torch.manual_seed(0)
     hidden = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(nn.Linear(16, width), *hidden, nn.Linear(width, 4))
+    return place(nn.Sequential(nn.Linear(16, width), *hidden, nn.Linear(width, 4)))
 
 
 def same_gradients(one: nn.Module, other: nn.Module, same: Callable[..., bool] = torch.equal) -> bool:
@@ -42,7 +43,7 @@ def same_gradients(one: nn.Module, other: nn.Module, same: Callable[..., bool] =
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+    return place(torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank())))
 
 
 @contextmanager

@@ -128,6 +128,8 @@ class Coordinator:
         executor_state.forget_running(self.home, e.index)
         d = e.device
         settings: dict[str, Any] = {"device": d.index, "node": d.node, "kind": d.kind, "core": d.core}
+        if d.accelerator:
+            settings |= {"accelerator": d.accelerator, "memory": d.bytes}
         settings |= self._common() | {"guard": self.policy.rules.guard}
         self._do(e.key, self.engine.start(e.key, "executor", settings, node=d.node), starts=True)
 

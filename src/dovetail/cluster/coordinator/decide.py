@@ -154,6 +154,8 @@ def _ranks(c: Coordinator, job: ActiveJob, *, master: tuple[str, int]) -> dict[i
             "TORCHELASTIC_RUN_ID": f"dovetail-{job.id}",
             "TORCHELASTIC_RESTART_COUNT": str(max(0, job.attempt - 1)),
         }
+        if name := c.executors[device].device.accelerator:
+            environment["DOVETAIL_ACCELERATOR"] = name
         messages[device] = StartRank(
             job=str(job.id),
             attempt=job.attempt,

@@ -110,6 +110,8 @@ class PeerEvents:
 
     def _described(self, job: ActiveJob, described: Described) -> None:
         c = self._c
+        if c.settings.accelerators:
+            described = _evictable(described)
         if job.described is None:
             note(f"job {job.id}: {described.workers} workers, {described.iterations} iterations")
         job.described, job.connected, job.deadline = described, True, math.inf
@@ -162,3 +164,9 @@ class PeerEvents:
             self._c.restart_gang(job)
         elif len(job.exit_codes) == job.gang:
             self._c.end(job, "finished", "")
+
+
+def _evictable(described: Described) -> Described:
+    """On an accelerator only the job whose task runs needs its weights there: they are evicted for others' tasks."""
+    running = described.persistent_bytes + described.ephemeral_bytes
+    return msgspec.structs.replace(described, persistent_bytes=0, ephemeral_bytes=running)

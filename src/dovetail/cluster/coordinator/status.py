@@ -95,6 +95,7 @@ def devices(c: Coordinator) -> list[dict[str, Any]]:
                 "device": e.index,
                 "node": e.device.node,
                 "kind": e.device.kind,
+                "accelerator": e.device.accelerator,
                 "ready": e.ready,
                 "residents": list(books.residents[slot]) if books else [],
                 "running": int(e.beat.running or 0),
@@ -114,7 +115,7 @@ def status(c: Coordinator, *, jobs: bool = True, most: int | None = None) -> dic
     data: dict[str, Any] = {
         "policy": c.policy.name,
         "engine": c.engine.name,
-        "emulated": c.settings.emulated,
+        "emulated": c.settings.imitated,
         "began": c.began,
         "now": time.time(),
         "devices": devices(c),

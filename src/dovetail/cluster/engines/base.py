@@ -18,11 +18,13 @@ class ClusterDevice:
     index: int
     node: str
     """The machine it is on; devices of one node share memory and count as near for locality."""
-    kind: Literal["cpu", "emulated"]
+    kind: Literal["cpu", "emulated", "accelerator"]
     bytes: int
     """Memory that its jobs may use together."""
     core: int = -1
     """The core a CPU device is pinned to; -1 for none."""
+    accelerator: str = ""
+    """Name of an accelerator, as "cuda:0" (see `cluster.accelerators`)."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,11 @@ class LocalEngine:
     async def devices(self) -> list[ClusterDevice]:
         """Cores in turn for CPU devices; emulated ones wait more than they compute and stay unpinned."""
         s = self._settings
+        if s.accelerators:
+            return [
+                ClusterDevice(index=i, node=NODE, kind="accelerator", bytes=s.device_bytes, accelerator=name)
+                for i, name in enumerate(s.accelerators)
+            ]
         cores = sorted(os.sched_getaffinity(0))
         return [
             ClusterDevice(

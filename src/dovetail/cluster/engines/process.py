@@ -14,8 +14,8 @@ from typing import Any
 ALLOWED = frozenset(
     ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH",
      "PYTHONHOME", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE",
-     "TRANSFORMERS_OFFLINE", "TORCH_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "GLOO_SOCKET_IFNAME",
-     "NCCL_SOCKET_IFNAME")
+     "TRANSFORMERS_OFFLINE", "TORCH_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HIP_VISIBLE_DEVICES",
+     "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 )  # fmt: skip
 """Variables that jobs see. They see nothing else of the operator's shell (tokens, passwords, proxies)."""
 

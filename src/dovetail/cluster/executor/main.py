@@ -20,9 +20,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from dovetail.cluster.accelerators import is_emulated
 from dovetail.cluster.home import Home
 from dovetail.cluster.output import Streams
 from dovetail.cluster.transport.messages import (
@@ -44,6 +46,9 @@ from .recorder import DeviceRecorder
 from .statistics import RunningFile, TaskStatistics
 from .tenant import JobRunner, Tenant
 from .tenants import Tenants
+
+if TYPE_CHECKING:
+    from .device.task_device import TaskDevice
 
 Opener = Callable[[GrantLease, Welcome, bool, str], JobRunner]
 """Loads a job, from (lease, welcome, emulated, this machine's address as the aggregator sees it)."""
@@ -70,6 +75,7 @@ class Executor:
         key: str,
         guard: Guard = "background",
         opener: Opener,
+        accelerator: str = "",
     ) -> None:
         self.device, self.node, self.emulated = device, node, kind == "emulated"
         self.guard, self.ending = guard, False
@@ -77,7 +83,8 @@ class Executor:
         self._ended_at, self._rested_at, self._woke_at = time.monotonic(), 0.0, 0.0
         self._streams, self._statistics = Streams(), TaskStatistics()
         self._running = RunningFile(Home(home).running_file(device))
-        self._recorder = DeviceRecorder(home, device, node=node, emulated=self.emulated)
+        imitates = self.emulated or is_emulated(accelerator)
+        self._recorder = DeviceRecorder(home, device, node=node, emulated=imitates)
         self._tenants = Tenants(
             home=home,
             device=device,
@@ -135,6 +142,12 @@ class Executor:
         )
 
     # -- tasks --
+
+    def prefetch(self) -> None:
+        """While an accelerator computes a task: begins to bring the parameters of the job that is first in line."""
+        ready = next((tenant for tenant in self._tenants.jobs if tenant.ready and tenant.runner is not None), None)
+        if ready is not None and ready.runner is not None:
+            ready.runner.prefetch(ready.iteration)
 
     def _poll_seconds(self) -> float:
         """Seconds to wait for messages while no task can start."""
@@ -308,18 +321,22 @@ def main(
     home: Path,
     device: int,
     node: str,
-    kind: Literal["cpu", "emulated"],
+    kind: Literal["cpu", "emulated", "accelerator"],
     core: int,
     coordinator: tuple[str, int],
     key_file: Path,
     guard: Guard = "background",
     opener: Opener | None = None,
+    accelerator: str = "",
+    memory: int = 0,
 ) -> None:
-    """Runs the executor of one device in this process until it is told to end. `opener`: `loader.open_job` if None."""
-    if opener is None:
-        from .loader import open_job  # here, since it imports torch
+    """Runs the executor of one device in this process until it is told to end. `opener`: `loader.open_job` if None.
 
-        opener = open_job
+    `accelerator`: the name of an accelerator, of which jobs may use `memory` bytes together.
+    """
+    on: TaskDevice | None = None
+    if opener is None:
+        opener, on = _opener(accelerator, memory)
     home = Path(home).absolute()
     if kind == "cpu" and core >= 0:
         try:
@@ -335,7 +352,10 @@ def main(
         key=Path(key_file).read_text(encoding="ascii").strip(),
         guard=guard,
         opener=opener,
+        accelerator=accelerator,
     )
+    if on is not None:
+        on.meanwhile = executor.prefetch
 
     def end(signum: int, frame: object) -> None:
         executor.ending = True  # after the running task
@@ -346,6 +366,18 @@ def main(
     code = executor.run()
     if code:
         raise SystemExit(code)
+
+
+def _opener(accelerator: str, memory: int) -> tuple[Opener, TaskDevice | None]:
+    """How jobs are loaded, and the accelerator that they are loaded onto, if one is named."""
+    from .loader import open_job  # here, since it imports torch
+
+    if not accelerator:
+        return open_job, None
+    from .device.task_device import TaskDevice
+
+    on = TaskDevice(accelerator, memory)
+    return partial(open_job, on=on), on
 
 
 def _failed(task: Task, error: BaseException) -> TaskFailed:

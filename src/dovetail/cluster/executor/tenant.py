@@ -52,6 +52,10 @@ class JobRunner(Protocol):
         """Runs the task; None if its result is no longer wanted."""
         ...
 
+    def prefetch(self, iteration: int) -> None:
+        """Begins to bring the iteration's parameters to the device, while another job's task computes there."""
+        ...
+
     def close(self) -> None:
         """Gives the job's memory back."""
         ...

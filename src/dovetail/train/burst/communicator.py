@@ -19,11 +19,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dovetail.core.errors import Error, first_line
+from dovetail.train import device_streams
 
 from .gap_board import announced
 
 SLICE = timedelta(seconds=1)
 """How long to wait before the next look whether another rank has failed."""
+
+PAUSE = 1e-4
+"""Seconds from one look at an accelerator's progress to the next."""
 
 _jobs = itertools.count()  # ranks make their communicators in the same order, so the number is the same on all
 _pool: dict[
@@ -46,6 +50,7 @@ class Communicator:
         """Bytes that this rank has sent in re-sharding so far."""
         self.gaps = announced()
         """Announces this rank's idle gaps to jobs that share its device; None where no cluster asked for that."""
+        self._mark: torch.Event | None = None
         self._key = f"dovetail-burst-{next(_jobs)}"
         if _pool_of != [dist.group.WORLD]:
             _pool.clear()
@@ -71,7 +76,7 @@ class Communicator:
         """Waits until the collective is done; raises an Error as soon as it cannot complete any more."""
         if work is None:
             return
-        if self.device.type != "cpu":
+        if device_streams.is_queued(self.device):
             work.wait()  # only the device's queue waits; torch's own watchdog ends a job that hangs
             return
         deadline = time.monotonic() + self.timeout
@@ -93,6 +98,30 @@ class Communicator:
                         f"burst rank {self.rank}: {what}: not done within {self.timeout:g} s, though no rank has "
                         "reported a failure; do all ranks run the same steps?"
                     ) from None
+
+    def leave_mark(self) -> None:
+        """Called at the end of a step: on an accelerator its work is queued, and may be far from done."""
+        self._mark = device_streams.mark(self.device)
+
+    def catch_up(self, what: str) -> None:
+        """Called before a step: lets an accelerator end the step before.
+
+        The host runs one step ahead of its device and no more. So it notices in time when another rank has failed: that
+        one's collectives never end, and nothing else waits for them on the host.
+        """
+        if self._mark is None:
+            return
+        began = looked = time.monotonic()
+        while not self._mark.query():
+            now = time.monotonic()
+            if now - looked > SLICE.total_seconds():
+                looked = now
+                if line := self.failure():
+                    raise Error(line)
+            if now - began > self.timeout:
+                raise Error(f"burst rank {self.rank}: {what}: not done within {self.timeout:g} s")
+            time.sleep(PAUSE)
+        self._mark = None
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> dist.Work | None:
         """Starts a sum over these ranks, in place; None for a single rank."""

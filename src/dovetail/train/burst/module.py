@@ -15,6 +15,7 @@ from dovetail.core.burst_plan import BurstPlan
 from dovetail.core.errors import Error, first_line
 from dovetail.core.files import replacing
 from dovetail.core.sample_layout import parts
+from dovetail.measure.clock import Clock
 from dovetail.train.recording import Recording, SpanRecorder
 
 from . import state
@@ -22,7 +23,7 @@ from . import step as steps
 from .communicator import Communicator
 from .norm import Context
 from .split import split, tensors
-from .stages import StagePart
+from .stages import StagePart, finish_all
 
 PlanLike: TypeAlias = BurstPlan | Sequence[int] | Sequence[Sequence[int]]
 
@@ -80,7 +81,7 @@ class Burst:
         self.steps = 0
         """Steps taken so far; dropout depends on it."""
         self._loss, self._seed, self._bucket_bytes = loss, seed, bucket_bytes
-        self._recorder = SpanRecorder("burst", self._comm.rank, idle=True)
+        self._recorder = SpanRecorder("burst", self._comm.rank, Clock(self._comm.device), idle=True)
         self._ranks = self._agree(plan)
         with self._together("start"):
             state.distribute(self._comm, self._tensors, self._ranks)
@@ -106,6 +107,7 @@ class Burst:
         """
         comm, step = self._comm, self.steps
         with self._together(f"step {step}"), torch.enable_grad():
+            comm.catch_up(f"step {step - 1}")
             route, rows, marks = self._enter(inputs, labels, batch)
             ends = steps.forward(comm, self._parts, route, rows, step, self._recorder)
             total = torch.zeros((), dtype=torch.float64, device=comm.device)
@@ -116,8 +118,9 @@ class Burst:
             for name, reduction in pending:
                 for work, _ in reduction.works:
                     comm.wait(work, f"step {step}: gradients of {name}")
-                reduction.finish()
+            finish_all([reduction for _, reduction in pending])
             comm.wait(arriving, f"step {step}: loss")
+            comm.leave_mark()
             self._recorder.end_iteration()
             if comm.gaps is not None:
                 comm.gaps.end()
@@ -128,7 +131,7 @@ class Burst:
     def predict(self, inputs: Any) -> tuple[Tensor, ...]:
         """Outputs for a whole global batch in evaluation mode, on every rank, in the order of the samples."""
         modes = [(m, m.training) for m in self.module.modules()]
-        unrecorded = SpanRecorder("predict", self._comm.rank)
+        unrecorded = SpanRecorder("predict", self._comm.rank, self._recorder.clock)
         self.module.eval()
         try:
             with self._together("predict"):
@@ -289,15 +292,14 @@ class Burst:
         """(route of this batch, this rank's inputs of the first part, this rank's labels in the last part)."""
         given, marks = tensors(inputs, "inputs"), tensors(labels, "labels")
         route, device = self._route(len(given[0]) if batch is None else batch), self._comm.device
-        first, last = (list(route.layouts[i].samples(self._comm.rank)) for i in (0, -1))
-        expected = route.batch if batch is None else len(first)
+        expected = route.batch if batch is None else len(route.layouts[0].samples(self._comm.rank))
         for name, held in (("inputs", given), ("labels", marks)):
             if any(len(t) != expected for t in held):
                 rows = [len(t) for t in held]
                 raise Error(f"{name}: expected {expected} rows for a global batch of {route.batch}, got {rows}")
         if batch is None:
-            given, marks = [t[first] for t in given], [t[last] for t in marks]
-        given, marks = [t.to(device) for t in given], [t.to(device) for t in marks]
+            given, marks = [route.rows(t, 0) for t in given], [route.rows(t, -1) for t in marks]
+        given, marks = ([t.to(device, non_blocking=True) for t in held] for held in (given, marks))
         if batch is not None:
             marks = route.direct(marks, "labels")
         shapes = tuple((t.dtype, tuple(t.shape[1:])) for t in given)

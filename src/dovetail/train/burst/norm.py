@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dovetail.core.errors import Error
+from dovetail.train.device_streams import to_device
 
 from .communicator import Communicator
 
@@ -62,9 +63,14 @@ class GroupBatchNorm(_BatchNorm):
             assert self.running_var is not None and self.num_batches_tracked is not None
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
-                share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-                self.running_mean.mul_(1 - share).add_(mean, alpha=share)
-                self.running_var.mul_(1 - share).add_(var * (total / (total - 1)), alpha=share)
+                unbiased = var * (total / (total - 1))
+                if self.momentum is None:
+                    share = self.num_batches_tracked.double().reciprocal()
+                    self.running_mean.mul_(1 - share).add_(mean * share)
+                    self.running_var.mul_(1 - share).add_(unbiased * share)
+                else:
+                    self.running_mean.mul_(1 - self.momentum).add_(mean, alpha=self.momentum)
+                    self.running_var.mul_(1 - self.momentum).add_(unbiased, alpha=self.momentum)
         return cast(Tensor, out)
 
 
@@ -72,40 +78,41 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, context: Context
-    ) -> tuple[Tensor, Tensor, Tensor, float]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         channels, axes = x.shape[1], [0, *range(2, x.dim())]
         count = x.numel() // channels
         mean = wide.mean(axes) if count else wide.new_zeros(channels)
         squares = (wide - _spread(mean, x)).square().sum(axes)
-        mine = torch.cat([mean, squares, mean.new_tensor([float(count)])])
+        mine = torch.cat([mean, squares, mean.new_full((1,), float(count))])
         every = context.comm.all_gather(mine, context.ranks, "statistics of a BatchNorm")
         means, squares, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
-        total = float(counts.sum())
-        if total <= 1:
+        total = counts.sum(dtype=torch.float64)
+        # A rank with more than one knows that by itself: reading the total would wait for an accelerator.
+        if count <= 1 and total <= 1:
             raise ValueError(f"expected more than 1 value per channel when training, got {total:.0f} on all ranks")
         mean = (means * counts).sum(0) / total
         var = (squares + counts * (means - mean).square()).sum(0) / total
         inverse = (var + eps).rsqrt()
         normal = (wide - _spread(mean, x)) * _spread(inverse, x)
-        ctx.save_for_backward(normal, inverse, weight)
-        ctx.total, ctx.context = total, context
+        ctx.save_for_backward(normal, inverse, weight, total)
+        ctx.context = context
         out = normal if weight is None else normal * _spread(weight, x)
         out = out if bias is None else out + _spread(bias, x)
-        ctx.mark_non_differentiable(mean, var)
+        ctx.mark_non_differentiable(mean, var, total)
         return out.to(x.dtype), mean, var, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        normal, inverse, weight = ctx.saved_tensors
+        normal, inverse, weight, total = ctx.saved_tensors
         axes = [0, *range(2, grad.dim())]
         wide = grad.to(normal.dtype)
         mine = torch.cat([wide.sum(axes), (wide * normal).sum(axes)])
         both = mine.clone()
         comm = ctx.context.comm
         comm.wait(comm.all_reduce(both, ctx.context.ranks), "backward of a BatchNorm")
-        plain, along = (both / ctx.total).chunk(2)
+        plain, along = (both / total).chunk(2)
         scale = inverse if weight is None else inverse * weight
         back = (wide - _spread(plain, grad) - normal * _spread(along, grad)) * _spread(scale, grad)
         of_bias, of_weight = mine.chunk(2)  # of this rank's rows: the part's all-reduce sums them
@@ -145,7 +152,7 @@ def keep_mask(context: Context, site: int, p: float, shape: tuple[int, ...], dev
     """True where an element stays: element e of a sample is output e + 1 of the sample's own SplitMix64 stream."""
     base = _mix(_mix(_mix(context.seed) + context.step) + site)
     keys = [_signed(_mix(base + sample * GOLDEN)) for sample in context.samples]
-    start = torch.tensor(keys, dtype=torch.int64, device=device).view(-1, *(1 for _ in shape))
+    start = to_device(keys, torch.int64, device).view(-1, *(1 for _ in shape))
     index = torch.arange(1, torch.Size(shape).numel() + 1, device=device).view(shape)
     z = start + index * _signed(GOLDEN)  # 64-bit arithmetic that wraps around
     z = (z ^ _right(z, 30)) * _signed(0xBF58476D1CE4E5B9)

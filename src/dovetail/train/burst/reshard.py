@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.core.sample_layout import SampleLayout, move, moved
+from dovetail.core.sample_layout import Move, SampleLayout, move, moved
+from dovetail.train.device_streams import hold_here, to_device
 
 from .communicator import Communicator
 
@@ -42,6 +44,25 @@ def row_spec(tensor: Tensor) -> RowSpec:
     return RowSpec(tensor.dtype, tuple(tensor.shape[1:]), tensor.requires_grad)
 
 
+class RowIndices(NamedTuple):
+    """The rows of one rank in a re-sharding, on its device."""
+
+    stay: Tensor
+    """Rows before it that stay on the rank."""
+    settle: Tensor
+    """What rows they are after it."""
+    leave: Tensor
+    """Rows before it that go to other ranks, in the order of these."""
+    arrive: Tensor
+    """What rows those are after it that come from other ranks, in the order of these."""
+
+    @classmethod
+    def of(cls, part: Move, device: torch.device) -> RowIndices:
+        sent = [row for _, rows in part.sends for row in rows]
+        taken = [row for _, rows in part.receives for row in rows]
+        return cls(*(to_device(list(rows), torch.int64, device) for rows in (*part.keeps, sent, taken)))
+
+
 class Reshard:
     """Moves rows from one layout to another; worked out once and used in every step."""
 
@@ -52,6 +73,7 @@ class Reshard:
         self.takes_part = self.needed and comm.rank in self.ranks
         self.comm = comm
         self._move = move(before, after, comm.rank)
+        self._indices: RowIndices | None = None
 
     def meet(self, what: str) -> None:
         """Waits until all ranks that take part have arrived, so that a recording can tell waiting from moving."""
@@ -63,14 +85,16 @@ class Reshard:
         if not self.takes_part:
             return list(tensors)
         part = self._move
+        if self._indices is None:
+            self._indices = RowIndices.of(part, self.comm.device)
+        stay, settle, leave, places = self._indices
+        hold_here(self._indices)
         specs = [row_spec(t) for t in tensors]
         out = [spec.empty(part.rows, self.comm.device) for spec in specs]
-        stay = [_index(rows, self.comm.device) for rows in part.keeps]
         for old, new in zip(tensors, out, strict=True):
-            new.index_copy_(0, stay[1], old.index_select(0, stay[0]))
+            new.index_copy_(0, settle, old.index_select(0, stay))
         row = sum(spec.bytes for spec in specs)
-        leaving = _pack(tensors, _index([i for _, rows in part.sends for i in rows], self.comm.device))
-        places = _index([i for _, rows in part.receives for i in rows], self.comm.device)
+        leaving = _pack(tensors, leave)
         coming = torch.empty((len(places), row), dtype=torch.uint8, device=self.comm.device)
         work = dist.all_to_all_single(
             coming.view(-1),
@@ -100,7 +124,3 @@ def _pack(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
 def _counts(messages: tuple[tuple[int, tuple[int, ...]], ...], ranks: tuple[int, ...]) -> list[int]:
     by_rank = {rank: len(rows) for rank, rows in messages}
     return [by_rank.get(rank, 0) for rank in ranks]
-
-
-def _index(rows: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(rows), dtype=torch.int64, device=device)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dovetail.core.errors import Error, first_line
+from dovetail.train.device_streams import to_device
 
 from .norm import Context, GroupBatchNorm, SampleDropout
 from .split import tensors
@@ -100,29 +101,41 @@ class Reduction:
     works: list[tuple[dist.Work | None, int]] = field(default_factory=list)
     """(collective, its bytes)"""
     _buffers: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    _used: list[bool] = field(default_factory=list)
+    """Whether this rank has a gradient of each parameter."""
 
     def start(self, context: Context) -> None:
         if len(self.ranks) == 1:
             return
+        self._used = [grad is not None for grad in self.fresh]
         kinds: dict[torch.dtype, list[int]] = {}
         for i, p in enumerate(self.parameters):
             kinds.setdefault(p.dtype, []).append(i)
         for which in kinds.values():
             flat_grads = [self._or_zeros(i).reshape(-1) for i in which]
-            used = flat_grads[0].new_tensor([float(self.fresh[i] is not None) for i in which])
+            used = to_device([float(self._used[i]) for i in which], flat_grads[0].dtype, flat_grads[0].device)
             flat = torch.cat([*flat_grads, used])
             self.works.append((context.comm.all_reduce(flat, self.ranks), flat.numel() * flat.element_size()))
             self._buffers.append((which, flat))
         self.fresh = self.fresh if not self._buffers else [None] * len(self.fresh)
 
-    def finish(self) -> None:
-        """Adds the sums to the parameters' `.grad`. To be called when the collectives are done."""
+    def unsure(self) -> Tensor | None:
+        """When the collectives are done: how many ranks have a gradient of each parameter, if this rank must ask.
+
+        Only if it has none of some: what one rank has used, some rank has. None if it has all.
+        """
+        if not self._buffers or all(self._used):
+            return None
+        return torch.cat([flat[-len(which) :].double() for which, flat in self._buffers])
+
+    def finish(self, counts: Sequence[float] | None = None) -> None:
+        """Adds the sums to the parameters' `.grad`; `counts` is what `unsure` gave. When the collectives are done."""
+        known = iter([1.0] * len(self.parameters) if counts is None else counts)
         for which, flat in self._buffers:
-            used = flat[-len(which) :].tolist()
             at = 0
-            for i, was_used in zip(which, used, strict=True):
+            for i in which:
                 p = self.parameters[i]
-                if was_used:
+                if next(known):
                     self.fresh[i] = flat[at : at + p.numel()].view_as(p)
                 at += p.numel()
         for p, grad in zip(self.parameters, self.fresh, strict=True):
@@ -132,3 +145,12 @@ class Reduction:
     def _or_zeros(self, i: int) -> Tensor:
         grad = self.fresh[i]
         return torch.zeros_like(self.parameters[i]) if grad is None else grad
+
+
+def finish_all(reductions: Sequence[Reduction]) -> None:
+    """Ends reductions whose collectives are done. The host reads from an accelerator at most once, for all of them."""
+    unsure = [reduction.unsure() for reduction in reductions]
+    asked = [counts for counts in unsure if counts is not None]
+    known = iter(torch.cat(asked).tolist()) if asked else iter(())
+    for reduction, counts in zip(reductions, unsure, strict=True):
+        reduction.finish(None if counts is None else [next(known) for _ in range(len(counts))])

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
 from dovetail.core.errors import Error
+from dovetail.train.device_streams import hold_here
 
 from .communicator import Communicator
 
@@ -39,6 +40,7 @@ class LayerTensor:
     def drop(self) -> None:
         """Frees the data and the gradient; the shape stays."""
         if not self.tensor.is_meta:
+            hold_here([self.tensor.detach(), self.tensor.grad])
             self.tensor.grad = None
             self._become(torch.empty_like(self.tensor, device="meta"))
 
@@ -98,7 +100,8 @@ def redistribute(
     for entry in tensors:
         if comm.rank not in new[entry.layer]:
             for optimizer in optimizers:
-                optimizer.state.pop(entry.tensor, None)
+                held = optimizer.state.pop(entry.tensor, {})
+                hold_here(value for value in held.values() if isinstance(value, Tensor))
             entry.drop()
 
 
@@ -177,13 +180,20 @@ GRAD = -1
 """In place of an optimiser's number: the parameter's gradient."""
 
 _Note: TypeAlias = tuple[int, str, Any]
-"""(number of the optimiser or GRAD, key, content): a `_TensorSpec` of a tensor that follows, or the value itself."""
+"""(number of the optimiser or GRAD, key, content): a `_TensorSpec` of a tensor that follows, a number or the value."""
 
 
 @dataclass(frozen=True)
 class _TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _SingleNumber:
+    value: Tensor
+    """On the host: every rank has a device of its own."""
+    on_host: bool
 
 
 def _notes(
@@ -213,15 +223,19 @@ def _notes(
 
 def _describe(value: Any) -> Any:
     """The content of a note. Single numbers, such as the number of steps, are in the note itself."""
-    if isinstance(value, Tensor) and value.numel() > 1:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() > 1:
         return _TensorSpec(tuple(value.shape), value.dtype)
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return _SingleNumber(value.detach().to("cpu", copy=True), on_host=value.device.type == "cpu")
 
 
 def _carry(comm: Communicator, held: Any, note: Any, source: int, among: Ranks, what: str) -> Any:
     """The value that a note describes: broadcast from `source`, or the note's own."""
+    if isinstance(note, _SingleNumber):
+        return note.value.to("cpu" if note.on_host else comm.device, copy=True)
     if not isinstance(note, _TensorSpec):
-        return note.clone() if isinstance(note, Tensor) else note
+        return note
     tensor = torch.empty(note.shape, dtype=note.dtype, device=comm.device) if held is None else held.contiguous()
     comm.broadcast(tensor, source, among, what)
     return tensor

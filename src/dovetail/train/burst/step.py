@@ -5,7 +5,6 @@ All collectives have this one global order. Every rank goes through all of it an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from dovetail.core.errors import Error
 from dovetail.core.sample_layout import SampleLayout, block_layout, moved, next_layout
+from dovetail.train.device_streams import hold_here, to_device
 from dovetail.train.recording import SpanRecorder
 
 from .communicator import Communicator
@@ -50,6 +50,16 @@ class Route:
         self._known: dict[Hashable, dict[int, list[RowSpec]]] = {}
         self.specs: dict[int, list[RowSpec]] = {}
         """By part: the tensors that leave it, as far as this step has shown them."""
+        self._indices: dict[tuple[int, torch.device], Tensor] = {}
+
+    def rows(self, whole: Tensor, part: int) -> Tensor:
+        """This rank's rows in a part, of a tensor with all rows of the batch."""
+        if (part, whole.device) not in self._indices:
+            rows = self.layouts[part].samples(self._comm.rank)
+            self._indices[part, whole.device] = to_device(rows, torch.int64, whole.device)
+        index = self._indices[part, whole.device]
+        hold_here([index])
+        return whole.index_select(0, index)
 
     def select(self, key: Hashable) -> None:
         """Called before a step: what crosses boundaries depends on `key` only, so each key is examined once."""
@@ -88,7 +98,7 @@ def forward(
         part.context.step, part.context.samples = step, route.layouts[i].samples(comm.rank)
         part.leaves, part.outputs = values, []
         if comm.rank in part.ranks and part.runs(len(part.context.samples)):
-            start = time.perf_counter()
+            start = recorder.begin()
             if comm.gaps is not None:
                 comm.gaps.end()
             part.forward()
@@ -134,7 +144,7 @@ def backward(
         if comm.rank in part.ranks:
             fresh = [None] * len(part.parameters())
         if part.outputs:
-            start = time.perf_counter()
+            start = recorder.begin()
             if comm.gaps is not None:
                 comm.gaps.end()
             back, fresh = part.backward(grads)
@@ -163,7 +173,7 @@ def backward(
 def _resharded(reshard: Reshard, values: list[Tensor], what: str, recorder: SpanRecorder) -> list[Tensor]:
     if recorder.active:
         reshard.meet(what)
-    start, before = time.perf_counter(), reshard.comm.moved_bytes
+    start, before = recorder.begin(), reshard.comm.moved_bytes
     out = reshard(values, what)
     if reshard.takes_part:
         recorder.add(what.partition(": ")[2], "communication", start, nbytes=reshard.comm.moved_bytes - before)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from dovetail.core.errors import Error
 from dovetail.core.network import Collective, CostSample, Network
 from dovetail.measure.clock import Clock
+from dovetail.measure.collective_timer import backend_of
 from dovetail.measure.collectives import fit
 from dovetail.measure.stats import quantiles
 from dovetail.train import agree
@@ -103,7 +104,7 @@ class TimedHook:
         samples = tuple(CostSample(bytes=size, seconds=quantiles(times[size])) for size in sorted(times))
         ranks = dist.get_world_size(group)
         return Network(
-            name=f"{dist.get_backend(group)}-{ranks}",
+            name=f"{backend_of(group, device)}-{ranks}",
             ranks=ranks,
             source=f"buckets of the communication hook {name}, timed in {len(self.iterations)} training iterations",
             measured=True,
@@ -167,9 +168,9 @@ def waits(hook: CommHook | None) -> bool:
     return False
 
 
-def hangs(hook: CommHook, group: dist.ProcessGroup) -> bool:
+def hangs(hook: CommHook, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the hook works with one bucket only: it waits inside the threads that carry the messages."""
-    return _is(hook.state, "PowerSGDState") and dist.get_backend(group) == "gloo"
+    return _is(hook.state, "PowerSGDState") and backend_of(group, device) == "gloo"
 
 
 def stateless(hook: CommHook) -> bool:

@@ -12,6 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from dovetail.measure.collective_timer import backend_of
 from dovetail.train import agree
 
 PROBE = 256 * 2**10
@@ -25,10 +26,10 @@ TAG = 2**29
 def link_seconds(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """Seconds that PROBE bytes take on the better of each rank's two links, by rank; all ranks call it together.
 
-    Empty with fewer than three ranks, and where the backend is not gloo (not tested on the hardware at hand).
+    Empty with fewer than three ranks, and where the backend is not gloo: an accelerator's links have several ways.
     """
     ranks, me = group.size(), group.rank()
-    if ranks < 3 or dist.get_backend(group) != "gloo" or device.type != "cpu":
+    if ranks < 3 or device.type != "cpu" or backend_of(group, device) != "gloo":
         return []
     message, took = torch.zeros(PROBE, dtype=torch.uint8), [0.0] * ranks
     for turn in range(3):

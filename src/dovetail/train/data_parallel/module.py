@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -96,8 +95,6 @@ class DistributedDataParallel(ReplaceableDDP):
         self._look_back: LookBack | None = None
         self._recorder: BucketRecorder | None = None
         self._rank_watch: RankWatch | None = None
-        self.forward_called = 0.0
-        """When the exchange's last forward pass was called, before it waited for buffers; time.perf_counter()."""
         self.exchange: GradientExchange | None = None
         """What moves gradients and parameters once `dovetail.optimizer` was called; None before."""
         self.builtin_comm_hook: Any = None
@@ -324,18 +321,18 @@ class DistributedDataParallel(ReplaceableDDP):
         exchange = self.exchange
         assert exchange is not None
         synchronises = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
-        if synchronises:
-            self.forward_called = time.perf_counter()
+        stamp = exchange.clock.stamp if synchronises and exchange.timed else lambda: None
+        called = stamp()
         begin_pass(exchange, self.module, synchronises, being_compiled(), self._looks_at_ranks)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
-        if self.device_ids:  # not tested on the hardware at hand
+        if self.device_ids:
             moved, named = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved[0], named[0]
-        began = time.perf_counter()
+        began = stamp()
         output = self._run_ddp_forward(*inputs, **kwargs)
-        if synchronises:
-            exchange.forward_span = (began, time.perf_counter())
+        if called is not None:
+            exchange.stamps.called, exchange.stamps.forward = called, (began, stamp())
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self.require_forward_param_sync = synchronises

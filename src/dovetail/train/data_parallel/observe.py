@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -240,23 +239,25 @@ class BucketRecorder(SpanRecorder):
     """Records a DDP module: takes the times of buckets in a hook that reduces just as torch does without one."""
 
     def __init__(self, ddp: TorchDDP) -> None:
-        super().__init__(type(ddp.module).__name__, dist.get_rank(ddp.process_group))
+        parameters = [p for _, p in reducer.reduced(ddp)]
+        super().__init__(type(ddp.module).__name__, dist.get_rank(ddp.process_group), Clock(parameters[0].device))
         self._ddp, self._world = ddp, dist.get_world_size(ddp.process_group)
-        self._observer = Observer(ddp, [p for _, p in reducer.reduced(ddp)], self._on_iteration)
-        self._at_once = _at_once(ddp.process_group)
-        self._start = self._forward_end = 0.0
-        self._sent: list[tuple[int, float]] = []
-        self._done: dict[int, float] = {}
+        self._observer = Observer(ddp, parameters, self._on_iteration)
+        self._at_once = _at_once(ddp.process_group, parameters[0].device)
+        self._start: Any = None
+        self._forward_end: Any = None
+        self._sent: list[tuple[int, Any]] = []
+        self._done: dict[int, Any] = {}
         self._iterations = 0
         reducer.replace(ddp, reducer.current(ddp), call=self._reduce)
 
     def before_forward(self) -> None:
-        self._start = time.perf_counter()
+        self._start = self.clock.stamp()
         self._observer.before_forward()
 
     def after_forward(self) -> None:
         self._observer.after_forward()
-        self._forward_end = time.perf_counter()
+        self._forward_end = self.clock.stamp()
         self._sent, self._done = [], {}
 
     def close(self) -> None:
@@ -265,12 +266,12 @@ class BucketRecorder(SpanRecorder):
         reducer.replace(self._ddp, reducer.current(self._ddp))
 
     def _reduce(self, _: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        done, number, buffer = self._done, len(self._sent), bucket.buffer()
-        self._sent.append((buffer.numel() * buffer.element_size(), time.perf_counter()))
+        done, number, buffer, clock = self._done, len(self._sent), bucket.buffer(), self.clock
+        self._sent.append((buffer.numel() * buffer.element_size(), clock.stamp()))
         work = dist.all_reduce(buffer.mul_(1.0 / self._world), group=self._ddp.process_group, async_op=True)
 
         def stamp(future: torch.futures.Future[Any]) -> torch.Tensor:
-            done[number] = time.perf_counter()
+            done[number] = clock.stamp()
             value: list[torch.Tensor] | torch.Tensor = future.value()
             return value[0] if isinstance(value, list) else value
 
@@ -280,24 +281,28 @@ class BucketRecorder(SpanRecorder):
         self._iterations += 1
         if self._iterations <= SETTLE or not self._sent:
             return
-        self.add("forward", "forward", self._start, self._forward_end)
-        at, free = self._forward_end, [0.0] * self._at_once
-        for number, (nbytes, sent) in enumerate(self._sent):
+        # A bucket whose future nobody has called back counts as done when it was sent.
+        ended = [self._done.get(number, sent) for number, (_, sent) in enumerate(self._sent)]
+        times = iter(self.clock.times([self._start, self._forward_end, *(t for _, t in self._sent), *ended]))
+        start, at = next(times), next(times)
+        sent_at = [next(times) for _ in self._sent]
+        self.add("forward", "forward", start, at)
+        free = [0.0] * self._at_once
+        for number, (sent, done) in enumerate(zip(sent_at, times, strict=True)):
+            nbytes, _ = self._sent[number]
             self.add(f"backward to bucket {number}", "backward", at, sent)
             # A bucket waits until one of those before it is done; its span begins then.
-            done = self._done.get(number, sent)
             begin = min(max(sent, heapq.heappop(free)), done)
             heapq.heappush(free, done)
             self.add(f"bucket {number}", "communication", begin, done, nbytes)
             at = sent
 
 
-def _at_once(group: dist.ProcessGroup) -> int:
+def _at_once(group: dist.ProcessGroup, device: torch.device) -> int:
     """How many all-reduces of a group run at a time: gloo has several threads, two by default."""
-    if dist.get_backend(group) == "gloo":
-        with contextlib.suppress(AttributeError, RuntimeError):
-            options: Any = group._get_backend(torch.device("cpu")).options
-            return int(options._threads)
+    with contextlib.suppress(AttributeError, RuntimeError):
+        options: Any = group._get_backend(torch.device(device.type)).options
+        return int(options._threads)  # none but gloo's have any
     return 1
 
 

@@ -10,6 +10,12 @@ rank used, or that the user has frozen, keeps its `.grad` as in one process, and
 
 Before the first bucket all ranks exchange a RankReport: how many samples they have, how long they took for the last
 step, and whether they have failed. When a rank has failed, the others end instead of waiting for it.
+
+On an accelerator the thread queues its work in a device stream of its own: a bucket's comes after the streams in which
+its gradients were computed, and the end of backward lets the current stream come after all of it. What the hosts tell
+each other travels between hosts, by gloo: no host reads anything from its device to learn it. So a host does not know
+yet whether a gradient was used by anybody when that is delivered: what is not used is told apart on the device, and at
+the end of the step the hosts tell each other too.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.core.errors import Error, first_line
+from dovetail.train import device_streams
 
 from .noise_monitor import NoiseMeasurement
 from .segment_buckets import SegmentBucket
@@ -76,7 +83,13 @@ class Delivery:
     """Buffers that every rank takes over from the first one at the end."""
     ready: list[threading.Event] = field(default_factory=list)
     """One for each bucket: this rank has all of its gradients, or contributes none."""
+    computed: list[torch.Event | None] = field(default_factory=list)
+    """One for each bucket; on an accelerator, when what it is made of is there: set before `ready`."""
     done: threading.Event = field(default_factory=threading.Event)
+    delivered: torch.Event | None = None
+    """On an accelerator: when all gradients have arrived; set before `done`."""
+    fresh: dict[Leaf, torch.Tensor] = field(default_factory=dict)
+    """On an accelerator: what arrived for leaves without a gradient here, which get it if any rank used them."""
     error: BaseException | None = None
     abandoned: bool = False
     """The backward pass raised: buckets that are not ready will never be."""
@@ -102,10 +115,15 @@ class Delivery:
 
 
 class Courier:
-    """The communication thread, and the process group that only it uses: no collective of the user's comes between."""
+    """The communication thread, and the process groups that only it uses: no collective of the user's comes between."""
 
-    def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout: float) -> None:
-        self._group, self._device, self._timeout = group, device, timeout
+    def __init__(
+        self, group: dist.ProcessGroup, hosts: dist.ProcessGroup, *, device: torch.device, timeout: float
+    ) -> None:
+        """`group` carries tensors of the device, `hosts` those of the CPU, among the same ranks."""
+        self._group, self._hosts, self._device, self._timeout = group, hosts, device, timeout
+        self.stream = device_streams.new(device)
+        """On an accelerator: where the thread queues its work."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -115,15 +133,23 @@ class Courier:
     def begin(self, delivery: Delivery) -> None:
         """Starts a step. Buckets to which this rank does not contribute are ready at once."""
         delivery.ready = [threading.Event() for _ in delivery.buckets]
+        # Behind the last step's update, which may have read what this step's gradients replace.
+        delivery.computed = [device_streams.mark(self._device)] * len(delivery.buckets)
         for bucket, event in zip(delivery.buckets, delivery.ready, strict=True):
             if self.rank not in delivery.contributors(bucket.segment):
                 event.set()
         self._queue.put((self._carry, delivery))
 
+    def have(self, delivery: Delivery, bucket: int) -> None:
+        """This rank has all gradients of a bucket, in the device's current stream."""
+        delivery.computed[bucket] = device_streams.mark(self._device)
+        delivery.ready[bucket].set()
+
     def finish(self, delivery: Delivery) -> None:
-        """Waits until every gradient has arrived."""
-        for event in delivery.ready:  # buckets with parameters that got no gradient in this step
-            event.set()
+        """Waits until every gradient has arrived: on an accelerator, the device's current stream does."""
+        for bucket, event in enumerate(delivery.ready):
+            if not event.is_set():  # it has parameters that got no gradient in this step
+                self.have(delivery, bucket)
         if not delivery.done.wait(self._timeout * (len(delivery.buckets) + 2)):
             raise Error(f"step {delivery.report.step}: no answer from the other ranks within {self._timeout:g} s")
         if isinstance(delivery.error, Error):
@@ -131,6 +157,8 @@ class Courier:
         if delivery.error is not None:
             reason = first_line(delivery.error)
             raise Error(f"step {delivery.report.step}: a rank was lost while gradients were on their way: {reason}")
+        device_streams.follow(delivery.delivered, self._device)
+        device_streams.hold_here(delivery.fresh.values())
 
     def abandon(self, delivery: Delivery) -> None:
         """Ends the thread's wait for gradients of a backward pass that has raised."""
@@ -156,24 +184,29 @@ class Courier:
     def gather_objects(self, value: T) -> list[T]:
         """The value of every rank. A collective, for use while no delivery is under way."""
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
+        dist.all_gather_object(gathered, value, group=self._hosts)
         return gathered
 
     def _carry(self, delivery: Delivery) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self.stream or contextlib.nullcontext():
             delivery.reports = [RankReport.of(numbers) for numbers in self._gather(delivery.report.numbers())]
             self._check(delivery)
             delivery.in_metric = all(report.metric for report in delivery.reports)
-            squares = torch.zeros(2, delivery.segments, dtype=torch.float64)
-            for bucket, ready in zip(delivery.buckets, delivery.ready, strict=True):
-                ready.wait()
+            squares = torch.zeros(2, delivery.segments, dtype=torch.float64, device=self._device)
+            for number, bucket in enumerate(delivery.buckets):
+                delivery.ready[number].wait()
                 if delivery.abandoned:
                     return
+                device_streams.follow(delivery.computed[number], self._device)
                 self._reduce(delivery, bucket, squares)
             if delivery.buffers:
                 self.share(delivery.buffers)
+                device_streams.hold_for(self.stream, delivery.buffers)
+            delivery.delivered = device_streams.mark(self._device)
+            if device_streams.is_queued(self._device):
+                self._settle_fresh(delivery)
             if delivery.metric is not None:
-                delivery.squares = self._gather([float(x) for x in squares.flatten()])
+                delivery.squares = self._gather(squares.flatten().tolist())
 
     def _check(self, delivery: Delivery) -> None:
         for rank, report in enumerate(delivery.reports):
@@ -190,21 +223,45 @@ class Courier:
             for leaf, view in zip(bucket.leaves, bucket.views, strict=True):
                 gradient = leaf.tensor.grad
                 view.zero_() if gradient is None else view.copy_(gradient)
+                device_streams.hold_for(self.stream, [gradient])
             if delivery.metric is not None:
                 squares[0, bucket.segment] += _square(bucket.gradients, metric)
             total = sum(delivery.reports[rank].samples for rank in contributors)
             bucket.gradients.mul_(delivery.report.samples / total if total else 1 / len(contributors))
-            bucket.used.copy_(torch.tensor([float(leaf in delivery.used) for leaf in bucket.leaves]))
+            used = [float(leaf in delivery.used) for leaf in bucket.leaves]
+            bucket.used.copy_(device_streams.to_device(used, bucket.used.dtype, self._device))
         self._exchange(bucket.flat, contributors)
-        for leaf, view, used in zip(bucket.leaves, bucket.views, bucket.used.tolist(), strict=True):
-            if not used:
-                continue
-            if leaf.tensor.grad is None:
-                leaf.tensor.grad = view.to(leaf.tensor.dtype, copy=True)
-            else:
-                leaf.tensor.grad.copy_(view)
+        self._deliver(delivery, bucket)
         if delivery.metric is not None and self.rank == 0:
             squares[1, bucket.segment] += _square(bucket.gradients, metric)
+
+    def _deliver(self, delivery: Delivery, bucket: SegmentBucket) -> None:
+        """Puts what has arrived into `.grad`, but for the leaves that no rank used."""
+        known = None if device_streams.is_queued(self._device) else bucket.used.tolist()
+        for i, (leaf, view) in enumerate(zip(bucket.leaves, bucket.views, strict=True)):
+            gradient = leaf.tensor.grad
+            if known is not None and not known[i]:
+                continue
+            if gradient is None:
+                arrived = view.to(leaf.tensor.dtype, copy=True)
+                if known is None:
+                    delivery.fresh[leaf] = arrived
+                else:
+                    leaf.tensor.grad = arrived
+            elif known is None:
+                gradient.copy_(torch.where(bucket.used[i] > 0, view, gradient))
+                device_streams.hold_for(self.stream, [gradient])
+            else:
+                gradient.copy_(view)
+
+    def _settle_fresh(self, delivery: Delivery) -> None:
+        """Gives leaves without a gradient on this rank what has arrived, if any rank used them."""
+        leaves = [leaf for bucket in delivery.buckets for leaf in bucket.leaves]
+        used = torch.tensor([leaf in delivery.used for leaf in leaves], dtype=torch.int32)
+        dist.all_reduce(used, group=self._hosts)
+        for leaf, count in zip(leaves, used.tolist(), strict=True):
+            if count and leaf in delivery.fresh:
+                leaf.tensor.grad = delivery.fresh[leaf]
 
     def _exchange(self, flat: torch.Tensor, contributors: list[int]) -> None:
         """From weighted gradients on the contributors to their sum on all ranks."""
@@ -253,12 +310,12 @@ class Courier:
     def _gather(self, numbers: list[float]) -> list[list[float]]:
         everyone, work = self._send(numbers)
         work.wait()
-        return [[float(x) for x in theirs] for theirs in everyone]
+        return [theirs.tolist() for theirs in everyone]
 
     def _send(self, numbers: list[float]) -> tuple[list[torch.Tensor], dist.Work]:
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+        work = dist.all_gather(everyone, mine, group=self._hosts, async_op=True)
         assert work is not None
         return everyone, work
 
@@ -271,9 +328,9 @@ class Courier:
         return torch.cat([scale.flatten().to(bucket.flat.dtype) for scale in scales if scale is not None])
 
 
-def _square(flat: torch.Tensor, metric: torch.Tensor | None) -> float:
+def _square(flat: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
     squares = flat.square() if metric is None else flat.square().mul_(metric)
-    return float(squares.sum(dtype=torch.float64))
+    return squares.sum(dtype=torch.float64)
 
 
 def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:

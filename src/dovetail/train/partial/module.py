@@ -17,9 +17,11 @@ from dovetail.core.depth_plan import DepthPlan
 from dovetail.core.errors import Error
 from dovetail.core.network import Network
 from dovetail.core.profile import Profile
+from dovetail.measure.collective_timer import backend_of
 from dovetail.planning.depth import buckets
 from dovetail.planning.depth.guard import Decision, Guard
 from dovetail.planning.depth.straggler import Stragglers
+from dovetail.train.device_streams import is_queued
 from dovetail.train.integrations import keep
 
 from . import autoplan
@@ -89,9 +91,14 @@ class PartialBackprop(nn.Module):
                 f"plan for {plan.profile!r} is for {plan.workers} workers: expected {self.workers}, one for each rank"
             )
         # A group of our own: the user's collectives must not come between ours.
-        self._group = dist.new_group(dist.get_process_group_ranks(parent), timeout=timedelta(seconds=timeout))
+        ranks, most = dist.get_process_group_ranks(parent), timedelta(seconds=timeout)
+        self._group = dist.new_group(ranks, timeout=most, backend=dist.get_backend_config(parent))
+        device, hosts = next(module.parameters()).device, self._group
+        if is_queued(device) and not backend_of(self._group, torch.device("cpu")):
+            hosts = dist.new_group(ranks, timeout=most, backend="gloo")
+            keep(hosts)
         keep(self._group)
-        self._courier = Courier(self._group, device=next(module.parameters()).device, timeout=timeout)
+        self._courier = Courier(self._group, hosts, device=device, timeout=timeout)
         weakref.finalize(self, self._courier.close)
         self._options = BackpropOptions(None if plan == "ladder" else guard, stragglers, rotate, steps, uneven_use)
         self._check_same_on_all_ranks(plan)

@@ -19,6 +19,7 @@ from dovetail.measure.passes import tensors_in
 from dovetail.planning.depth.guard import Guard
 from dovetail.planning.depth.straggler import Stragglers
 from dovetail.train.data_parallel.observe import Backward
+from dovetail.train.device_streams import StreamSet, hold_for
 
 from .courier import Courier, Delivery, RankReport
 from .depths import schedule
@@ -70,6 +71,8 @@ class _StepExchange:
     delivery: Delivery
     missing: list[set[Leaf]]
     """For each bucket, the gradients that this rank does not have yet."""
+    streams: list[StreamSet]
+    """For each bucket, where its gradients were computed."""
 
 
 class PlannedBackprop:
@@ -181,9 +184,11 @@ class PlannedBackprop:
                 "pass uneven_use=True"
             )
         elif self._exchange is not None:
+            self._exchange.streams[bucket].add_current()
             self._exchange.missing[bucket].discard(leaf)
             if not self._exchange.missing[bucket]:
-                self._exchange.delivery.ready[bucket].set()
+                self._exchange.streams[bucket].join()
+                self._courier.have(self._exchange.delivery, bucket)
 
     def _on_backward_end(self) -> None:
         before, self.state = self.state, next_state(self.state, BackpropEvent.BACKWARD_ENDED)
@@ -209,7 +214,9 @@ class PlannedBackprop:
         delivery = Delivery(report, self.depths, self._segments.count, self._buckets, self._work.leaves)
         delivery.metric = self._metric if measured else None
         delivery.buffers = self._use.moving_buffers
-        self._exchange = _StepExchange(delivery, [set(bucket.leaves) for bucket in self._buckets])
+        missing = [set(bucket.leaves) for bucket in self._buckets]
+        streams = [StreamSet(bucket.flat.device) for bucket in self._buckets]
+        self._exchange = _StepExchange(delivery, missing, streams)
         self._courier.begin(delivery)
 
     def _end_exchange(self) -> None:
@@ -263,6 +270,7 @@ class PlannedBackprop:
     def _set_buckets(self, leaves: Sequence[Leaf]) -> None:
         """Gradients of these leaves travel; those that no rank uses need not."""
         self._buckets = segment_buckets(leaves, self._merged)
+        hold_for(self._courier.stream, [bucket.flat for bucket in self._buckets])
         self._bucket_of = {leaf: b for b, bucket in enumerate(self._buckets) for leaf in bucket.leaves}
 
     def _register_hooks(self) -> None:

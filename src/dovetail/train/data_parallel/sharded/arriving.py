@@ -4,6 +4,9 @@ After `optimizer.step()` each rank has updated its share of the parameters, and 
 pass runs. Until a parameter is whole its class is `Arriving`: the first use of its values, by a layer, by
 `state_dict()` or by any code that kept a reference, waits for this parameter's bucket and no other, and then the class
 is `nn.Parameter` again. Asking for its shape, its gradient or its flags does not wait.
+
+On an accelerator it is the device stream of the moment that waits. Another one may use the parameter next (a moving
+average on a stream beside, say), so the class stays `Arriving` until the values are there for everybody.
 """
 
 from __future__ import annotations
@@ -12,9 +15,8 @@ import contextlib
 import functools
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from torch import nn
 from torch._functorch import eager_transforms, predispatch
 
 from dovetail.core.errors import Error
+from dovetail.measure.clock import Clock
 
+from ..pass_stamps import ParameterUse
 from ..wire.lane import LaneWork
 
 
@@ -32,8 +36,10 @@ class Arrival:
 
     work: LaneWork
     index: int
-    uses: list[tuple[int, float, float]] | None
-    """If not None, gets the first use: (index, time at which it began to wait, time at which it went on)."""
+    uses: list[ParameterUse] | None
+    """If not None, gets the first use."""
+    clock: Clock
+    """Stamps it."""
 
 
 _arrivals: dict[int, Arrival] = {}
@@ -72,9 +78,11 @@ class Arriving(nn.Parameter):
         if function in WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if not _settle_in([*args, *kwargs.values()]):
+        found, arriving = _settle_in([*args, *kwargs.values()])
+        if not found:
             for arrival in list(_arrivals.values()):  # the parameter is not among the arguments, so wait for all
                 arrival.work.wait()
+        if not found or arriving:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
@@ -83,14 +91,15 @@ class Arriving(nn.Parameter):
         settle(self)
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # nn.Parameter(p) wants the class of p back
             return torch.Tensor._make_subclass(nn.Parameter, self.data, False)
-        return self.detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.detach(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        settle(self)
+        _end(self)
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        settle(self)
+        _end(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -98,7 +107,7 @@ def _wait_for_all() -> None:
     """Waits for everything that is on its way. Who cannot wait longer, or fails, finds that out when it is used."""
     for arrival in list(_arrivals.values()):
         with contextlib.suppress(Error):
-            arrival.work.wait()
+            arrival.work.end()
 
 
 os.register_at_fork(before=_wait_for_all)  # a fork has the memory of the moment, and no thread that brings the rest
@@ -129,29 +138,44 @@ def expect(parameter: nn.Parameter, arrival: Arrival) -> None:
     parameter.__class__ = Arriving
 
 
-def settle(parameter: nn.Parameter) -> None:
-    """Waits until the parameter is whole. A failed arrival raises, now and at every further use."""
+def settle(parameter: nn.Parameter, *, last: bool = False) -> None:
+    """Waits until the parameter is whole. A failed arrival raises, now and at every further use.
+
+    `last`: on an accelerator no other device stream uses these values, or only one that comes after the current one.
+    """
     if parameter.__class__ is not Arriving:
         return
     arrival = _arrivals.get(id(parameter))
     if arrival is not None:
-        before = time.perf_counter()
+        before = arrival.clock.stamp() if arrival.uses is not None else None
         arrival.work.wait()
         if arrival.uses is not None:
-            arrival.uses.append((arrival.index, before, time.perf_counter()))
+            arrival.uses.append((arrival.index, before, arrival.clock.stamp()))
+        if not last and not arrival.work.is_over():
+            _arrivals[id(parameter)] = replace(arrival, uses=None)
+            return
         _arrivals.pop(id(parameter), None)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def _settle_in(values: Iterable[Any]) -> bool:
-    """Settles the parameters among these values and in lists and dicts of them. True if there were any."""
-    found = False
+def _end(parameter: nn.Parameter) -> None:
+    """Waits until the parameter is whole for everybody; the host waits for an accelerator too."""
+    if (arrival := _arrivals.get(id(parameter))) is not None:
+        arrival.work.end()
+    settle(parameter)
+
+
+def _settle_in(values: Iterable[Any]) -> tuple[bool, bool]:
+    """Settles the parameters among these values and in lists and dicts of them.
+
+    (whether there were any, whether the values of some are not there yet for every stream of an accelerator)
+    """
+    found = arriving = False
     for value in values:
         if isinstance(value, Arriving):
             settle(value)
-            found = True
-        elif isinstance(value, (list, tuple)):
-            found |= _settle_in(value)
-        elif isinstance(value, dict):
-            found |= _settle_in(value.values())
-    return found
+            found, arriving = True, arriving or value.__class__ is Arriving
+        elif isinstance(value, (list, tuple, dict)):
+            inside = _settle_in(value.values() if isinstance(value, dict) else value)
+            found, arriving = found or inside[0], arriving or inside[1]
+    return found, arriving

@@ -84,5 +84,5 @@ class WaitsForParameters:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for parameter in self._parameters:
-            settle(parameter)
+            settle(parameter, last=True)
         return None if self._then is None else self._then(*args, **kwargs)

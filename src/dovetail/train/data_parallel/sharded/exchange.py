@@ -13,7 +13,6 @@ next pass that synchronises; None means that the optimiser leaves the parameter 
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import cycle
@@ -27,10 +26,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 from dovetail.core.errors import Error
 from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket
-from dovetail.core.timeline import SpanKind
+from dovetail.measure.clock import Clock
+from dovetail.train import device_streams
 from dovetail.train.recording import SpanRecorder
 
-from ..wire import coded, ring
+from ..pass_stamps import ParameterUse, PassStamps
+from ..wire import backends, coded
 from ..wire.buffers import BufferPool
 from ..wire.codec import CODECS
 from ..wire.lane import CommunicationLane, LaneWork, Run, when_destroyed
@@ -63,11 +64,12 @@ class GradientExchange:
         order: Sequence[int],
         buckets: Sequence[Bucket],
     ) -> None:
-        self.group = ring.twin(group)
-        self.ranks, self.rank = self.group.size(), self.group.rank()
         self.device = named[0][1].device
+        self.group = backends.twin(group, self.device)
+        self.ranks, self.rank = self.group.size(), self.group.rank()
         self.meeting = RankMeeting(self.group)
-        self.lane = CommunicationLane(self.device, self.group, ring.patience(self.group), idle=self.meeting.give_sign)
+        patience = backends.patience(self.group)
+        self.lane = CommunicationLane(self.device, self.group, patience, idle=self.meeting.give_sign)
         self.shares = GradientShares(self, group)
         self.coders: dict[Precision, coded.Coder] = {name: coded.Coder(codec) for name, codec in CODECS.items()}
         self.find_unused = find_unused
@@ -79,23 +81,19 @@ class GradientExchange:
         """False while torch's reducer is in charge: then nothing happens here."""
         self.watching = False
         """The tuner wants to know when gradients become ready and when parameters are first used."""
-        self.stamps: list[tuple[int, float]] = []
-        """(index of the parameter, time.perf_counter()) of gradients as they became ready in the last pass."""
-        self.uses: list[tuple[int, float, float]] = []
+        self.clock = Clock(self.device)
+        self.stamps = PassStamps()
+        """Of the last pass that armed the exchange."""
+        self.uses: list[ParameterUse] = []
         """First uses of the parameters that the iteration before the last one sent (see `Arrival.uses`)."""
-        self._coming_uses: list[tuple[int, float, float]] = []
-        self.forward_span = (0.0, 0.0)
-        """Start and end of the last forward pass that armed the exchange, by time.perf_counter()."""
-        self.updating = 0.0
-        """Seconds that the optimiser took in the last iteration, without waiting."""
+        self._coming_uses: list[ParameterUse] = []
         self._usage = UsageLog()
         self.on_step: Callable[[], None] | None = None
         """Called at the end of every `optimizer.step()`, on all ranks at the same point: planning happens here."""
-        self.recorder = SpanRecorder(name, self.rank)
+        self.recorder = SpanRecorder(name, self.rank, self.clock)
         self.read_elsewhere: list[int] = []
         """Parameters that could be read through other references in the last step, which therefore waited for them."""
-        self._flags: torch.Tensor | None = None
-        self._flagging: LaneWork | None = None
+        self._search: transfers.UnusedSearch | None = None
         self._armed = self._begun = False
         self._next = self._iterations = 0
         self.passes = 0
@@ -129,12 +127,19 @@ class GradientExchange:
         """Makes new buckets of the same parameters; the shares are zero. All ranks do it at the same point."""
         self.settle()
         self._exact_values()
+        for bucket in self.buckets:
+            device_streams.hold_here(bucket.tensors())
         with torch.no_grad():
             parameters = [s.parameter for s in self.slots]
             self.buckets = lay_out(parameters, order, buckets, self.ranks, self.rank, self.owners, self.users)
+        for bucket in self.buckets:
+            device_streams.hold_for(self.lane.stream, bucket.tensors())
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._references = KnownReferences(self.buckets, [s.name for s in self.slots])
         self._buffers = BufferPool()
+        """Memory for gradients, which the device's current stream fills and the lane gives back."""
+        # What an all-gather of this iteration gives back must not be what the next backward pass waits for.
+        self._gathered = BufferPool() if device_streams.is_queued(self.device) else self._buffers
         self._usage.forget()
 
     def arm(self) -> None:
@@ -143,12 +148,13 @@ class GradientExchange:
             self._complete()
         for _ in self._waited_for():
             pass
+        self._buffers.adopt(self.device)
         self.shares.forget()
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
         for slot in self.slots:
             slot.on(SlotEvent.ARM)
-        self.stamps = []
+        self.stamps = PassStamps()
         self.passes += 1
         self._armed, self._begun, self._next = True, False, 0
 
@@ -159,12 +165,14 @@ class GradientExchange:
         return self._waited_for()
 
     def _waited_for(self) -> Iterator[ShardedBucket]:
-        if self._flags is not None:
-            self._learn_which_were_used()
+        if self._search is not None:
+            self._search.end()
+            self._search = None
         for bucket in self.buckets:
             if bucket.reducing is not None:
                 bucket.reducing.wait()
-                bucket.reducing = None
+                if not device_streams.is_queued(self.device):
+                    bucket.reducing = None  # on an accelerator each stream that uses the bucket must wait by itself
             yield bucket
 
     def gather(self, touched: Collection[int], *, first: bool = True) -> None:
@@ -175,30 +183,31 @@ class GradientExchange:
         torch.autograd.graph.increment_version([self.slots[i].parameter for i in updated])
         if first:
             self.uses, self._coming_uses = self._coming_uses, []
-        uses = self._coming_uses if self._stamping else None
+        uses = self._coming_uses if self.watched else None
         for bucket in reversed(self.buckets):
             if bucket.kind == "split" and bucket.number in touched:
                 coder, tag = self.coders.get(bucket.precision), next(self.tags)
-                run = transfers.gathering(bucket, self._buffers, coder, self.group, tag)
+                run = transfers.gathering(bucket, self._gathered, coder, self.group, tag)
                 gathering = self._submit("all-gather", bucket, run)
                 for i in bucket.members:
-                    expect(self.slots[i].parameter, Arrival(gathering, i, uses))
+                    expect(self.slots[i].parameter, Arrival(gathering, i, uses, self.clock))
 
     def settle(self, some: Iterable[int] | None = None) -> None:
-        """Waits until every parameter is whole, or `some` are."""
+        """Waits until every parameter is whole, or `some` are: on an accelerator, the device's current stream does."""
         for index in range(len(self.slots)) if some is None else some:
-            settle(self.slots[index].parameter)
+            settle(self.slots[index].parameter, last=True)
 
-    def after_step(self, began: float, *, last: bool = True) -> None:
-        """Called at the end of `optimizer.step()`, on all ranks; the model's `last` optimiser ends the iteration."""
-        for index in self.read_elsewhere:
-            settle(self.slots[index].parameter)
+    def after_step(self, began: Any, *, last: bool = True) -> None:
+        """Called at the end of `optimizer.step()`, on all ranks; the model's `last` optimiser ends the iteration.
+
+        `began` is the stamp of its start, None where none was taken.
+        """
+        self.settle(self.read_elsewhere)
         self.meeting.end_step()
         if not last:
             return
-        now = time.perf_counter()
-        if self.recorder.active and self.active:
-            self._record_iteration(began, now)
+        if self.recorder.active and self.active and began is not None:
+            self._record_iteration(began, self.clock.stamp())
         self._iterations += 1
         for coder in self.coders.values():
             coder.look(self._iterations % LOOK == 0)
@@ -270,8 +279,8 @@ class GradientExchange:
         self._put(index, gradient)
         self._begun = True
         self.bucket_of[index].missing -= 1
-        if self._stamping:
-            self.stamps.append((index, time.perf_counter()))
+        if self.watched:
+            self.stamps.ready.append((index, self.clock.stamp()))
         self._launch()
 
     def _put(self, index: int, gradient: torch.Tensor | None) -> None:
@@ -293,19 +302,14 @@ class GradientExchange:
         """Queues the reduction of every full bucket, in order."""
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
+            bucket.streams.join()
             what = "all-reduce" if bucket.kind == "whole" else "reduce-scatter"
             bucket.reducing = self._submit(what, bucket, self._reducing(bucket))
             self._next += 1
         if self._next == len(self.buckets):
             self._armed = False
             if self.find_unused:
-                self._flags = torch.zeros(ring.padded(len(self.slots), self.ranks), device=self.device)
-                for i, slot in enumerate(self.slots):
-                    self._flags[i] = float(slot.look() in (GradientState.REDUCED, GradientState.MIXED))
-                flags, tag = self._flags, next(self.tags)
-                self._flagging = self.lane.submit(
-                    "the search for unused parameters", lambda: ring.all_reduce(flags, self.group, tag=tag)
-                )
+                self._search = transfers.UnusedSearch(self.slots, self.group, self.lane, next(self.tags))
 
     def _reducing(self, bucket: ShardedBucket) -> Run:
         """The reduction of a bucket that is full now."""
@@ -319,7 +323,7 @@ class GradientExchange:
         for bucket in self.buckets:
             if bucket.master is not None:
                 with torch.no_grad():
-                    run = transfers.gathering_exactly(bucket, self._buffers, self.group, next(self.tags))
+                    run = transfers.gathering_exactly(bucket, self._gathered, self.group, next(self.tags))
                 self.communicate("the exact values", run)
 
     def _submit(self, what: str, bucket: ShardedBucket, run: Run) -> LaneWork:
@@ -328,23 +332,28 @@ class GradientExchange:
         return work
 
     @property
-    def _stamping(self) -> bool:
+    def watched(self) -> bool:
+        """Whether somebody wants to know when everything happens in an iteration."""
         return self.watching or self.recorder.active
 
-    def _record_iteration(self, began: float, ended: float) -> None:
+    @property
+    def timed(self) -> bool:
+        """Whether the passes and updates of an iteration are stamped. On the CPU they always are: it costs nothing."""
+        return self.watched or not device_streams.is_queued(self.device)
+
+    @property
+    def updating(self) -> float:
+        """Seconds that the optimiser took in the last iteration that was timed, without waiting."""
+        at = self.clock.seconds([stamp for pair in self.stamps.updates for stamp in pair])
+        return sum(stop - start for start, stop in zip(at[::2], at[1::2], strict=True))
+
+    def _record_iteration(self, began: Any, ended: Any) -> None:
         """Records the last forward and backward pass, and the optimiser's step from `began` to `ended`."""
-        at, forward_end = self.forward_span
-        spans: list[tuple[str, SpanKind, float, float]] = []
-        for index, before, after in self.uses:
-            if at <= before <= after <= forward_end:
-                spans.append(("forward", "forward", at, before))
-                spans.append((f"wait for {self.slots[index].name}", "wait", before, after))
-                at = after
-        spans.append(("forward", "forward", at, forward_end))
-        spans.append(("backward", "backward", forward_end, max((t for _, t in self.stamps), default=forward_end)))
-        for name, kind, start, stop in [*spans, ("optimizer", "optimizer", began, ended)]:
-            if stop > start:
-                self.recorder.add(name, kind, start, stop)
+        passed = self.stamps.seconds(self.clock, began, ended, self.uses)
+        if passed is not None:
+            (zero,) = self.clock.times([began])
+            for name, kind, start, stop in passed.spans([slot.name for slot in self.slots]):
+                self.recorder.add(name, kind, zero + start, zero + stop)
 
     def _complete(self) -> None:
         """Queues the remaining buckets after a backward pass in which some parameters got no gradient on this rank.
@@ -369,15 +378,6 @@ class GradientExchange:
                 f"overlap: {unused[0]!r} and {len(unused) - 1} other parameters got no gradient in this iteration: "
                 "wrap the model with find_unused_parameters=True if that is intended"
             )
-
-    def _learn_which_were_used(self) -> None:
-        """Gives a parameter that some rank used a gradient on every rank, as torch does."""
-        assert self._flags is not None and self._flagging is not None
-        self._flagging.wait()
-        for slot, used in zip(self.slots, self._flags.tolist(), strict=False):
-            if used:
-                slot.on(SlotEvent.FIND)
-        self._flags = None
 
 
 def _weakly(held: weakref.ref[GradientExchange], method: str, *given: int) -> Callable[..., None]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.core.errors import Error
+from dovetail.train import device_streams
 
 from .shard_layout import ShardedBucket, ShardPiece, in_memory_order, in_shape
 from .slot import GradientState, SlotEvent
@@ -37,8 +38,8 @@ class GradientShares:
         """By order, then by gradient."""
         self._wholes: dict[int, tuple[torch.Tensor, int]] = {}
         """Whole gradients with their versions when they were read or last written back."""
-        self._waited = False
-        """All buckets are reduced, and no pass has begun since."""
+        self._waited: list[torch.Stream | None] = []
+        """An accelerator's streams (on the CPU, None) for which all buckets are reduced; no pass has begun since."""
         self._laid_out: list[ShardedBucket] = []
         self._piece: dict[int, ShardPiece] = {}
         """This rank's piece of each gradient of which it has one, in the buckets as laid out."""
@@ -135,7 +136,7 @@ class GradientShares:
         """Called before gradients change by a pass or move to other buckets: nothing read so far is valid then."""
         if self._waited:
             self.flush()
-            self._norms, self._wholes, self._waited = {}, {}, False
+            self._norms, self._wholes, self._waited = {}, {}, []
 
     def __str__(self) -> str:
         return f"{self.reads} read whole, {self.read_bytes / 2**20:.1f} MiB gathered from all ranks"
@@ -157,10 +158,10 @@ class GradientShares:
                 f"overlap: the gradient of {name!r} is used inside backward, when no rank has it yet: use gradients "
                 "when backward is over, or take this rank's own in parameter.register_hook"
             )
-        if not self._waited:
+        if (here := device_streams.current(exchange.device)) not in self._waited:
             for _ in exchange.reduced():
                 pass
-            self._waited = True
+            self._waited.append(here)
         self._write_back(index)
         return exchange
 
@@ -199,7 +200,8 @@ class GradientShares:
         exchange.meeting.all_call(f"a norm of gradients (order {order:g})", ALL_RANKS, often=True)
         count = len(exchange.slots)
         there = [i for i, slot in enumerate(exchange.slots) if slot.look() is GradientState.REDUCED]
-        reduced, parts = set(there), [0.0] * count if order != -math.inf else [math.inf] * count
+        reduced, nothing = set(there), math.inf if order == -math.inf else 0.0
+        total = torch.full((count,), nothing, dtype=torch.float64, device=exchange.device)
         for bucket in exchange.buckets:
             if bucket.kind == "whole" and exchange.rank > 0:
                 continue  # what every rank has whole counts once
@@ -207,9 +209,8 @@ class GradientShares:
             narrow = bucket.share.dtype.itemsize < 4
             if pieces:
                 found = torch._foreach_norm([p.gradient for p in pieces], order, torch.float32 if narrow else None)
-                for piece, norm in zip(pieces, torch.stack(found).tolist(), strict=True):
-                    parts[piece.index] = norm
-        total = torch.tensor(parts, dtype=torch.float64, device=exchange.device)
+                places = device_streams.to_device([p.index for p in pieces], torch.int64, exchange.device)
+                total.index_copy_(0, places, torch.stack(found).double())
         if math.isinf(order):
             # A maximum over ranks may drop NaN, so that travels beside the values.
             missing = total.isnan()

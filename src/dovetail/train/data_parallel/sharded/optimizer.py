@@ -11,7 +11,6 @@ of a whole bucket all.
 from __future__ import annotations
 
 import copy
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 
 from dovetail.core.errors import Error
 from dovetail.core.plan import Bucket
+from dovetail.train import device_streams
 
 from ..module import DistributedDataParallel
 from . import optimizer_state as states
@@ -129,15 +129,15 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        exchange, start = self._exchange, time.perf_counter()
-        peers = self._alive()
+        exchange, peers = self._exchange, self._alive()
+        start = exchange.clock.stamp() if exchange.timed else None
         exchange.settle([i for i, user in exchange.users.items() if user == self._number])
         exchange.shares.flush()
         reduced = exchange.reduced()
         self._refuse_lone_gradients()
         self._inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for the inner optimiser looks here
         if peers[0] is self:
-            exchange.updating = 0.0
+            exchange.stamps.updates.clear()
         whole, touched = [], set()
         for bucket in reduced:
             if not any(self._group_of(i) is not None for i in bucket.members):
@@ -289,6 +289,7 @@ class ShardedOptimizer(Optimizer):
         exchange.lay_out(order, buckets)
         for peer in peers:
             kept = {p: peer.state[p] for p in peer._local_parameters() if p in peer.state}
+            device_streams.hold_here(states.tensors_of(list(peer.state.values())))  # dropped while it may be in use
             peer.state.clear()
             peer.state.update(kept)
             peer._build()
@@ -343,14 +344,16 @@ class ShardedOptimizer(Optimizer):
         return self._of.get(id(self._exchange.slots[index].parameter))
 
     def _update(self, bucket: ShardedBucket) -> None:
-        began, shell = time.perf_counter(), self._shells[bucket.number]
+        clock, timed, shell = self._exchange.clock, self._exchange.timed, self._shells[bucket.number]
+        began = clock.stamp() if timed else None
         self._follow(shell)
         if bucket.master is not None:
             bucket.renew_master()
         for piece in bucket.pieces:
             piece.values.grad = self._gradient(piece) if self._group_of(piece.index) is not None else None
         shell.step()
-        self._exchange.updating += time.perf_counter() - began
+        if timed:
+            self._exchange.stamps.updates.append((began, clock.stamp()))
 
     def _gradient(self, piece: ShardPiece) -> torch.Tensor | None:
         if self._exchange.active and self._exchange.has_gradient(piece.index):

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.serialization import default_restore_location as default_restore
 
 from dovetail.core.errors import Error
 
@@ -129,7 +130,8 @@ def _gather(
 
 
 def _gather_objects(exchange: GradientExchange, value: Any) -> list[Any]:
-    """One object from each rank, sent as messages about state."""
+    """One object from each rank, sent as messages about state. Tensors come to this rank's own device."""
+    here = str(exchange.device)
     buffer = io.BytesIO()
     torch.save(value, buffer)
     data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -141,7 +143,11 @@ def _gather_objects(exchange: GradientExchange, value: Any) -> list[Any]:
     everything[exchange.rank * longest : exchange.rank * longest + data.numel()] = data
     everything = _all_gather_on(exchange, everything)
     return [
-        torch.load(io.BytesIO(everything[r * longest : r * longest + int(size)].numpy().tobytes()), weights_only=False)
+        torch.load(
+            io.BytesIO(everything[r * longest : r * longest + int(size)].numpy().tobytes()),
+            map_location=lambda storage, place: storage if place == "cpu" else default_restore(storage, here),
+            weights_only=False,
+        )
         for r, size in enumerate(sizes)
     ]
 
@@ -237,6 +243,11 @@ def _read(data: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     # A copy first: where the data begins need not be a multiple of the size of an element.
     read = data.clone().view(stored.dtype).view(stored.shape)
     return read.cpu() if stored.on_host else read
+
+
+def tensors_of(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists and dicts."""
+    return _leaves(state, torch.Tensor)
 
 
 def _leaves(value: Any, kind: type[Any]) -> Iterator[Any]:

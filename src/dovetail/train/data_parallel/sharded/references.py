@@ -33,7 +33,8 @@ class KnownReferences:
         self._memory = {i: m for bucket in buckets for i, m in bucket.memory.items()}
         self._split = [i for bucket in buckets if bucket.kind == "split" for i in bucket.members]
         self._pointers = {i: m.data_ptr() for i, m in self._memory.items()}
-        self._shared = {i for i, m in self._memory.items() if m.is_shared()}
+        # torch calls all memory of accelerators shared.
+        self._shared = {i for i, m in self._memory.items() if m.device.type == "cpu" and m.is_shared()}
         self._storages = {i: m.untyped_storage() for i, m in self._memory.items()}
         self._addresses = {i: storage._cdata for i, storage in self._storages.items()}
         """Address of torch's object for each memory."""

@@ -27,6 +27,8 @@ from torch import nn
 from dovetail.core.errors import Error
 from dovetail.core.network import Precision
 from dovetail.core.plan import Bucket, BucketKind
+from dovetail.train import device_streams
+from dovetail.train.device_streams import StreamSet
 
 from ..wire import ring
 from ..wire.buffers import BufferPool
@@ -89,11 +91,25 @@ class ShardedBucket:
     borders: tuple[int, ...] | None
     """Of a split bucket of owned parameters: where the ranks' shares begin, and its end. None: shares are equal."""
     pieces: tuple[ShardPiece, ...]
-    missing: int = 0
+    missing: int
     """Number of members whose gradient of this pass is not there yet."""
+    streams: StreamSet
+    """Where gradients were put into the bucket since it was last sent."""
     standing: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of a whole bucket: reduced gradients that were not zeroed, to which those of the next pass are added."""
     reducing: LaneWork | None = field(default=None)
+    opened: torch.Event | None = field(default=None)
+    """On an accelerator: from when on other streams may use the memory of `gradients`."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All memory that a transfer of the bucket uses and that is not from a pool, the parameters' included."""
+        yield from self.memory.values()
+        yield self.share
+        if self.master is not None:
+            yield self.master
+        if self.lost is not None:
+            yield self.lost.contribution
+            yield self.lost.owned
 
     def place(self, index: int) -> torch.Tensor:
         """A member's place in `gradients`, in the shape of the parameter."""
@@ -101,10 +117,14 @@ class ShardedBucket:
         return _same_form(self.gradients, self.parameters[index], self.offsets[index])
 
     def open(self, buffers: BufferPool) -> None:
-        """Gets memory for the gradients, if it has none."""
+        """Gets memory for the gradients, if it has none, to be used in the device's current stream."""
+        device = self.share.device
         if self.gradients is None:
-            self.gradients = buffers.take(self.elements, self.share.dtype, self.share.device)
+            self.gradients = buffers.take(self.elements, self.share.dtype, device)
             self.gradients[self.filled :].zero_()  # the padding travels too
+            self.opened = device_streams.mark(device)
+        if self.streams.add_current():
+            device_streams.follow(self.opened, device)
 
     def close(self, buffers: BufferPool) -> None:
         """Gives the memory of a split bucket's gradients back: they are reduced."""
@@ -253,6 +273,7 @@ def _bucket(
         borders=borders,
         pieces=tuple(pieces),
         missing=len(members),
+        streams=StreamSet(like.device),
     )
 
 

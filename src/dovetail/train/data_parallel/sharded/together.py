@@ -28,7 +28,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dovetail.core.errors import Error
 
-from ..wire import lane, ring
+from ..wire import lane
+from ..wire.backends import patience
 
 ALONE = 6.0
 """Seconds without a sign of life from a rank that has not come, after which the meeting is called off."""
@@ -50,7 +51,7 @@ class RankMeeting:
     """Where the ranks of one process group meet before calls that all must make."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank, self._ranks, self._patience = group.rank(), group.size(), ring.patience(group)
+        self._rank, self._ranks, self._patience = group.rank(), group.size(), patience(group)
         self._store = _store(group)
         self._caller = threading.get_ident()
         self._step = self._count = self._signs = 0

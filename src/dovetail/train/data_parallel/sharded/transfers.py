@@ -1,4 +1,4 @@
-"""How buckets travel: what the lane runs for one bucket.
+"""How buckets travel: what the lane runs for one bucket. And the search for parameters that no rank has used.
 
 A bucket gets flat memory when its transfer begins and gives it back at the end. The elements that an all-gather brings
 are copied into the parameters as they arrive, on the lane's thread, while the link carries the next ones.
@@ -6,16 +6,19 @@ are copied into the parameters as they arrive, on the lane's thread, while the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from dovetail.train import device_streams
+
 from ..wire import coded, ring
 from ..wire.buffers import BufferPool
 from ..wire.coded import Coder
-from ..wire.lane import Run
+from ..wire.lane import CommunicationLane, Run
 from .shard_layout import ShardedBucket
+from .slot import GradientSlot, GradientState, SlotEvent
 
 
 def reducing(
@@ -43,6 +46,7 @@ def reducing(
             yield from coded.all_reduce(flat, lost.contribution, lost.owned, coder, group, tag=tag)
         for i, before in standing.items():
             bucket.place(i).add_(before)
+        device_streams.hold_here(standing.values())
 
     def split() -> ring.Transfer:
         if lost is None or coder is None:
@@ -108,3 +112,33 @@ def _values_of_owners(bucket: ShardedBucket, buffers: BufferPool, group: dist.Pr
             )
 
     return run
+
+
+class UnusedSearch:
+    """Which parameters no rank has used in a pass: the others get a gradient on every rank, as torch gives them one.
+
+    All ranks begin it at the same point.
+    """
+
+    def __init__(
+        self, slots: Sequence[GradientSlot], group: dist.ProcessGroup, lane: CommunicationLane, tag: int
+    ) -> None:
+        self._slots = slots
+        used = [float(slot.look() in (GradientState.REDUCED, GradientState.MIXED)) for slot in slots]
+        used += [0.0] * (ring.padded(len(used), group.size()) - len(used))
+        self._flags = flags = device_streams.to_device(used, torch.float32, slots[0].parameter.device)
+        device_streams.hold_for(lane.stream, [flags])
+        self._work = lane.submit("the search for unused parameters", lambda: ring.all_reduce(flags, group, tag=tag))
+
+    def end(self) -> None:
+        """Gives a parameter that some rank used a gradient on this one.
+
+        On an accelerator the host waits for the answer, and only if this rank has not used a parameter.
+        """
+        self._work.wait()
+        device_streams.hold_here([self._flags])
+        if all(slot.look() is not GradientState.EMPTY for slot in self._slots):
+            return
+        for slot, used in zip(self._slots, self._flags.tolist(), strict=False):
+            if used:
+                slot.on(SlotEvent.FIND)

@@ -106,7 +106,7 @@ class ReducerTarget:
     def hooked(self, late: bool) -> str | None:
         hook = reducer.comm_hook(self._ddp)
         assert hook is not None
-        if comm_hooks.hangs(hook, self.group):
+        if comm_hooks.hangs(hook, self.group, self.device):
             return "PowerSGD waits inside gloo's own threads and hangs with more than one bucket"
         if late and not comm_hooks.stateless(hook):
             return "a communication hook with a state of its own came after the first step"

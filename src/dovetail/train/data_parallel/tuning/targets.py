@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,12 @@ from dovetail import measure, planning
 from dovetail.core.network import CollectiveName, Network, Precision
 from dovetail.core.plan import Overlap, Plan
 from dovetail.core.profile import Profile
-from dovetail.measure.clock import Clock
 from dovetail.train.rank_times import RankIteration, rank_iteration
 
 from .. import reducer
 from ..layer_watch import LayerWatch
 from ..observe import ObservedIteration
+from ..pass_stamps import PassSeconds
 from ..wire import coded, ring
 from ..wire.lane import queued
 from .reducer_target import OWN
@@ -59,13 +58,13 @@ class ExchangeTarget:
         self.parameters = [(s.name, s.parameter) for s in self._exchange.slots]
         self._policy = reducer.own_policy(ddp._bucket_config)
         self._torchs: Network | None = None
-        self._last = time.perf_counter()
-        # On the host's clock, as the exchange's own times are.
-        self._layers = LayerWatch(ddp.module, [p for _, p in self.parameters], Clock(torch.device("cpu")))
+        self._clock = self._exchange.clock
+        self._last = self._clock.stamp()
+        self._layers = LayerWatch(ddp.module, [p for _, p in self.parameters], self._clock)
 
     def begin(self, on_iteration: Callable[[ObservedIteration], None]) -> None:
         self._on_iteration = on_iteration
-        self._last = time.perf_counter()
+        self._last = self._clock.stamp()
 
     def before_forward(self) -> None:
         """Nothing is to be done before `after_step`."""
@@ -74,44 +73,40 @@ class ExchangeTarget:
         """Nothing is to be done before `after_step`."""
 
     def after_step(self) -> None:
-        self._on_iteration(self._seen(time.perf_counter()))
-        self._last = time.perf_counter()  # planning and changes of buckets are not part of the next iteration
+        self._on_iteration(self._seen(self._clock.stamp()))
+        self._last = self._clock.stamp()  # planning and changes of buckets are not part of the next iteration
 
-    def _seen(self, now: float) -> ObservedIteration:
+    def _seen(self, now: Any) -> ObservedIteration:
         exchange = self._exchange
-        began, ended = exchange.forward_span
+        passed = exchange.stamps.seconds(self._clock, self._last, now, exchange.uses) if exchange.watching else None
+        if passed is None:
+            return ObservedIteration(forward=0.0, total=0.0, period=self._clock.seconds([self._last, now])[1], ready=())
         used, waited = {}, 0.0
-        for index, before, after in exchange.uses:
-            if began <= before <= ended:
-                used[index] = before - began - waited
-                waited += after - before
+        for index, before, after in passed.waits:
+            used[index] = before - passed.began - waited
+            waited += after - before
         return ObservedIteration(
-            forward=ended - began - waited,
-            total=now - began,
-            period=now - self._last,
-            ready=tuple((i, t - ended) for i, t in exchange.stamps if t >= ended),
+            forward=passed.ended - passed.began - waited,
+            total=passed.now - passed.began,
+            period=passed.now,
+            ready=tuple((i, t - passed.ended) for i, t in passed.ready if t >= passed.ended),
             used=used,
-            update=exchange.updating,
-            alone=self._alone(now) if exchange.watching else None,
+            update=passed.update,
+            alone=self._alone(passed),
         )
 
-    def _alone(self, now: float) -> RankIteration:
-        exchange = self._exchange
-        visits, marks = self._layers.taken(0.0)
-        (began, forwarded), called = exchange.forward_span, self._ddp.forward_called
-        marks += [("ready", self._layers.layers[i], t) for i, t in exchange.stamps if t >= forwarded]
+    def _alone(self, passed: PassSeconds) -> RankIteration:
+        visits, marks = self._layers.taken(self._last)
+        marks += [("ready", self._layers.layers[i], t) for i, t in passed.ready if t >= passed.ended]
         return rank_iteration(
             visits,
             marks,
-            previous=self._last,
-            began=called,
-            forwarded=forwarded,
-            ended=now,
-            optimizer=exchange.updating,
-            waits=[
-                (called, began),
-                *((start, stop) for _, start, stop in exchange.uses if began <= start <= forwarded),
-            ],
+            previous=0.0,
+            began=passed.called,
+            forwarded=passed.ended,
+            ended=passed.now,
+            optimizer=passed.update,
+            waits=[(passed.called, passed.began), *((start, stop) for _, start, stop in passed.waits)],
         )
 
     def unready(self) -> bool:

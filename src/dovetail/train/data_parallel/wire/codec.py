@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dovetail.core.network import Precision
+from dovetail.train import device_streams
 
 from . import kernels
 
@@ -173,17 +174,17 @@ CODECS: dict[Precision, Codec] = {"bf16": Bf16Codec(), "int8": Int8Codec()}
 
 
 class _Scratch(threading.local):
-    """A buffer for one piece, for each thread and device."""
+    """A buffer for one piece, for each thread and device, and for each of an accelerator's streams."""
 
     def __init__(self) -> None:
-        self.buffers: dict[torch.device, Tensor] = {}
+        self.buffers: dict[tuple[torch.device, torch.Stream | None], Tensor] = {}
 
     def of(self, values: Tensor) -> Tensor:
         """At least as many numbers as one piece of `values`."""
-        needed = min(values.numel(), _piece(values))
-        found = self.buffers.get(values.device)
+        needed, place = min(values.numel(), _piece(values)), (values.device, device_streams.current(values.device))
+        found = self.buffers.get(place)
         if found is None or found.numel() < needed:
-            found = self.buffers[values.device] = torch.empty(needed, dtype=torch.float32, device=values.device)
+            found = self.buffers[place] = torch.empty(needed, dtype=torch.float32, device=values.device)
         return found
 
 

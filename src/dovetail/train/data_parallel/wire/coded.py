@@ -14,6 +14,9 @@ nothing: measured on four ranks in training, a reduce-scatter took 1.45 times as
 parts differ in size send and receive different numbers of messages. So each message has a time, the same on all ranks,
 that only counts pieces and places, and a rank awaits what was sent at time t when it has sent what it sends up to time
 t + AHEAD. What a rank waits for was never sent later than what it has sent itself: ranks never wait in a circle.
+
+Backends with collectives of their own (`backends.py`) run messages between two ranks one after the other, in the order
+in which each rank has called for them. There the same encoded pieces travel in one all-to-all and one all-gather.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ import torch
 import torch.distributed as dist
 
 from dovetail.core.network import CollectiveName, Precision
+from dovetail.train import device_streams
 
+from . import backends
 from .buffers import SCRATCH
 from .codec import CODECS, Codec
 from .ring import Borders, TimedTransfer, Transfer, equal_borders
@@ -47,18 +52,25 @@ class Coder:
     seconds: float = 0.0
     looks: bool = False
     """Whether the norms of what is encoded and of what is lost are taken; that reads everything twice more."""
-    _squares: tuple[float, float] = (0.0, 0.0)
+    _squares: torch.Tensor | None = None
+    """Squares of these norms so far."""
+    _taken: torch.Event | None = None
+    """On an accelerator: when they are there."""
 
     @property
     def error(self) -> float:
         """Norm of what was lost relative to that of what was encoded, while it looked last."""
-        whole, lost = self._squares
+        if self._squares is None:
+            return 0.0
+        device_streams.follow(self._taken, self._squares.device)
+        device_streams.hold_here([self._squares])
+        whole, lost = self._squares.tolist()
         return math.sqrt(lost / whole) if whole else 0.0
 
     def look(self, on: bool) -> None:
         """Begins or ends to look."""
         if on and not self.looks:
-            self._squares = (0.0, 0.0)
+            self._squares = None
         self.looks = on
 
     def encode(self, values: torch.Tensor, error: torch.Tensor, wire: torch.Tensor) -> None:
@@ -66,8 +78,9 @@ class Coder:
         self.codec.encode(values, error, wire)
         self.seconds += time.thread_time() - start
         if self.looks:
-            whole, lost = self._squares
-            self._squares = (whole + float(values.square().sum()), lost + float(error.square().sum()))
+            squares = torch.stack([values.square().sum(), error.square().sum()]).double()
+            self._squares = squares if self._squares is None else squares + self._squares
+            self._taken = device_streams.mark(values.device)
 
     def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         start = time.thread_time()
@@ -196,6 +209,9 @@ class _Exchange:
         """
         if not self._most:
             return
+        if backends.has_own(self._group, flat.device):
+            self._reduce_at_once(flat, lost)
+            return
         parts, lost_parts, mine = self._shared_out(flat), self._shared_out(lost), self.own(flat)
         owners = [(self._rank + k) % self._ranks for k in range(1, self._ranks)]
         own = [self._rank] * len(owners)
@@ -232,6 +248,9 @@ class _Exchange:
         """Sends what this rank has encoded of `mine` around the ring; `put` decodes elements from one to another."""
         if not self._most:
             return
+        if backends.has_own(self._group, mine.device):
+            self._gather_at_once(mine, lost, put)
+            return
         right, left = (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
         owners = [(self._rank - k) % self._ranks for k in range(self._ranks)]
         first = [self._tag + self._most + at for at in accumulate([0, *map(len, self._pieces)])]
@@ -260,9 +279,42 @@ class _Exchange:
             for message in sending:
                 message.wait()
 
+    def _reduce_at_once(self, flat: torch.Tensor, lost: torch.Tensor) -> None:
+        """What `reduce` does, in one all-to-all."""
+        parts, lost_parts, mine = self._shared_out(flat), self._shared_out(lost), self.own(flat)
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        own = [self._rank] * len(others)
+        with SCRATCH.lend(*self._wires(others)) as going, SCRATCH.lend(*self._wires(own)) as coming:
+            for owner, wires in zip(others, self._cut(going, others), strict=True):
+                for piece, wire in zip(self._pieces[owner], wires, strict=True):
+                    self._coder.encode(parts[owner][piece], lost_parts[owner][piece], wire)
+            sent, taken = [0] * self._ranks, [0] * self._ranks
+            for rank in others:
+                sent[rank], taken[rank] = sum(self._sizes[rank]), sum(self._sizes[self._rank])
+            backends.own_all_to_all(self._group, coming, going, taken, sent)
+            from_rank = dict(zip(others, self._cut(coming, own), strict=True))
+            for k in range(1, self._ranks):  # in the order in which messages are added
+                wires = from_rank[(self._rank - k) % self._ranks]
+                for piece, wire in zip(self._pieces[self._rank], wires, strict=True):
+                    self._coder.decode_add(wire, mine[piece])
+
+    def _gather_at_once(
+        self, mine: torch.Tensor, lost: torch.Tensor, put: Callable[[torch.Tensor, int, int], None]
+    ) -> None:
+        """What `gather` does, in one all-gather."""
+        everyone = range(self._ranks)
+        with SCRATCH.lend(*self._wires(everyone)) as memory:
+            wires = self._cut(memory, everyone)
+            for piece, wire in zip(self._pieces[self._rank], wires[self._rank], strict=True):
+                self._coder.encode(mine[piece], lost[piece], wire)
+            backends.own_all_gather(self._group, memory.split([sum(self._sizes[r]) for r in everyone]), memory)
+            for owner in everyone:
+                for piece, wire in zip(self._pieces[owner], wires[owner], strict=True):
+                    put(wire, *self._span(owner, piece))
+
 
 def timed(group: dist.ProcessGroup, precision: Precision) -> dict[CollectiveName, TimedTransfer]:
-    """The three for flat fp32 tensors, to be measured. They need a group of their own (see `ring.twin`)."""
+    """The three for flat fp32 tensors, to be measured. They need a group of their own (see `backends.twin`)."""
     coder = Coder(CODECS[precision])
     kept: dict[str, torch.Tensor] = {}
 

@@ -6,6 +6,10 @@ its first messages: so the link has something to do while the last messages of t
 is free while the thread waits and while torch adds. Who needs the result waits for the `LaneWork` that `submit`
 returned, as for torch's Work.
 
+On an accelerator the thread waits for nothing: it queues transfers in a stream of the device that is the lane's own. A
+transfer comes there after all that the device's current stream had to do when it was submitted, and who waits for the
+work lets the current stream come after it.
+
 A script that ends after its last iteration may end before what that iteration sent has arrived. Other ranks still need
 it, to store the model or to pass it on, so a process stays until its lanes have nothing left to do.
 """
@@ -17,8 +21,8 @@ import functools
 import os
 import queue
 import threading
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,33 +36,47 @@ from torch.distributed import distributed_c10d
 
 from dovetail.core.errors import Error, first_line
 from dovetail.core.network import CollectiveName
+from dovetail.measure.clock import Clock
+from dovetail.train import device_streams
 
-from .ring import TimedTransfer, Transfer, patience, timed, twin
+from .backends import patience, twin
+from .ring import TimedTransfer, Transfer, timed
 
 
 class LaneWork:
     """Communication that is queued, running or done."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.span = (0.0, 0.0)
-        """Start and end, by time.perf_counter(); set when it is done. Spans of one lane do not overlap: a transfer
-        starts when its first messages are posted, but not before the one ahead of it ends."""
+    def __init__(self, what: str, device: torch.device) -> None:
+        self.what, self._device = what, device
+        self.span: tuple[Any, Any] = (0.0, 0.0)
+        """Stamps of its start and end by the device's clock (`measure.clock`); set when it is done. Spans of one lane
+        do not overlap: a transfer starts when its first messages are posted, but not before the one ahead of it ends.
+        """
         self._done = threading.Event()
         self._error = ""
-        self._event: Any = None
+        self._event: torch.Event | None = None
+        """On an accelerator: behind the work in the lane's stream."""
 
     def wait(self) -> None:
         """Returns when the work is done; raises one clear line if it failed, or any work before it.
 
-        On an accelerator the current stream waits and not the host. The work itself ends within the group's time-out,
-        so this wait needs none of its own.
+        On an accelerator the device's current stream waits and not the host. The work itself ends within the group's
+        time-out, so this wait needs none of its own.
         """
         self._done.wait()
         if self._error:
             raise Error(self._error)
-        if self._event is not None:  # not tested on the hardware at hand
-            torch.accelerator.current_stream().wait_event(self._event)
+        device_streams.follow(self._event, self._device)
+
+    def is_over(self) -> bool:
+        """Once `wait` has returned: whether nobody, in whatever stream of an accelerator, need wait any more."""
+        return self._event is None or self._event.query()
+
+    def end(self) -> None:
+        """Returns when the work is over: unlike `wait`, the host waits for an accelerator too."""
+        self.wait()
+        if self._event is not None:
+            self._event.synchronize()
 
 
 IDLE = 1.0
@@ -66,8 +84,8 @@ IDLE = 1.0
 
 Run = Callable[[], Transfer]
 """Starts a transfer. Up to its first `yield` it must not wait for other ranks: the one before it has not ended yet."""
-_Queued = tuple[LaneWork, Run, Any]
-"""(the work, what starts it, an accelerator's event to wait for first)"""
+_Queued = tuple[LaneWork, Run, torch.Event | None]
+"""(the work, what starts it, on an accelerator the event to wait for first)"""
 
 
 class CommunicationLane:
@@ -90,7 +108,9 @@ class CommunicationLane:
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         # A daemon: a rank that fails while a message hangs must still be able to end.
         use = LinkUse()
-        args = (self._queue, device, group.rank(), use, idle)
+        self.stream = device_streams.new(device)
+        """On an accelerator: where transfers are queued."""
+        args = (self._queue, device, self.stream, group.rank(), use, idle)
         self._thread = threading.Thread(target=_run, args=args, name="dovetail-lane", daemon=True)
         self._device = device
         self._use = use
@@ -111,12 +131,8 @@ class CommunicationLane:
         """Queues `run`; `what` names it in errors."""
         if not self._thread.is_alive():
             raise Error(f"overlap: {what} comes too late: the process or its process group has ended")
-        work = LaneWork(what)
-        ready = None
-        if self._device.type != "cpu":  # not tested on the hardware at hand
-            ready = torch.Event(self._device)
-            ready.record()
-        self._queue.put((work, run, ready))
+        work = LaneWork(what, self._device)
+        self._queue.put((work, run, device_streams.mark(self._device)))
         return work
 
 
@@ -135,18 +151,38 @@ def queued(
     return {name: function(start) for name, start in transfers.items()}
 
 
-def functions(group: dist.ProcessGroup | None) -> dict[CollectiveName, Callable[[torch.Tensor], LaneWork]]:
+def functions(
+    group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> dict[CollectiveName, Callable[[torch.Tensor], LaneWork]]:
     """The same on a lane of its own, where no model is wrapped yet. All ranks call it together."""
-    alone = twin(group)
-    lane = CommunicationLane(torch.device("cpu"), alone, patience(alone))
+    device = torch.device(device)
+    alone = twin(group, device)
+    lane = CommunicationLane(device, alone, patience(alone))
     return queued(lane, timed(alone), cycle(range(0, 2**29, 2**20)))
 
 
-@dataclass
 class LinkUse:
     """How long transfers of one lane have been on their way."""
 
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._running: deque[tuple[torch.Event, torch.Event]] = deque()
+        """On an accelerator: starts and ends of transfers that were not over when last looked at."""
+
+    def note(self, start: Any, stop: Any) -> None:
+        """Called by the lane's thread: a transfer ran between these stamps."""
+        if isinstance(stop, float):
+            self._seconds += stop - start
+        else:
+            self._running.append((start, stop))
+
+    @property
+    def seconds(self) -> float:
+        """Of transfers that are over."""
+        while self._running and self._running[0][1].query():
+            start, stop = self._running.popleft()
+            self._seconds += start.elapsed_time(stop) / 1000
+        return self._seconds
 
 
 @dataclass
@@ -155,7 +191,8 @@ class _Started:
 
     work: LaneWork
     transfer: Transfer
-    start: float
+    start: Any
+    """A stamp."""
 
 
 class _Driver:
@@ -165,16 +202,16 @@ class _Driver:
         self,
         queued: queue.SimpleQueue[_Queued | None],
         device: torch.device,
+        stream: torch.Stream | None,
         rank: int,
         use: LinkUse,
         idle: Callable[[], None] | None,
     ) -> None:
         self._queued, self._rank, self._use, self._idle = queued, rank, use, idle
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._device, self._stream, self._clock = device, stream, Clock(device)
         self._broken = ""
         self._free = 0.0
-        """When the last transfer ended, by time.perf_counter()."""
+        """On the CPU, when the last transfer ended: in an accelerator's stream none begins before that."""
         self.over = False
         """Nothing more will come."""
 
@@ -195,13 +232,13 @@ class _Driver:
             self.over = True
             return None
         work, run, ready = item
-        started = _Started(work, iter(()), time.perf_counter())
+        started = _Started(work, iter(()), None)
         try:
             if self._broken:
                 raise Error(self._broken)
             with self._stream or nullcontext():
-                if self._stream is not None:  # not tested on the hardware at hand
-                    self._stream.wait_event(ready)
+                device_streams.follow(ready, self._device)
+                started.start = self._clock.stamp()
                 started.transfer = run()
                 next(started.transfer, None)
         except Exception as e:
@@ -216,16 +253,22 @@ class _Driver:
             with self._stream or nullcontext():
                 for _ in started.transfer:
                     following = following or self.take(block=False)
-                if self._stream is not None:  # not tested on the hardware at hand
-                    work._event = torch.Event(self._device)
-                    work._event.record()
+                if not work._error:
+                    self._note(started, self._clock.stamp())
         except Exception as e:
             self._fail(started, e)
-        now = time.perf_counter()
-        work.span, self._free = (max(started.start, self._free), now), now
-        self._use.seconds += work.span[1] - work.span[0]
         work._done.set()
         return following
+
+    def _note(self, started: _Started, now: Any) -> None:
+        """Notes when the work ran, and on an accelerator what to wait for."""
+        work, start = started.work, started.start
+        if self._stream is None:
+            start, self._free = max(start, self._free), now
+        else:
+            work._event = now
+        work.span = start, now
+        self._use.note(start, now)
 
     def _fail(self, started: _Started, e: Exception) -> None:
         """Ends work that failed; whatever begins later fails for the same reason."""
@@ -237,12 +280,13 @@ class _Driver:
 def _run(
     queued: queue.SimpleQueue[_Queued | None],
     device: torch.device,
+    stream: torch.Stream | None,
     rank: int,
     use: LinkUse,
     idle: Callable[[], None] | None,
 ) -> None:
     torch.set_grad_enabled(False)  # for this thread: communication is part of no graph
-    driver = _Driver(queued, device, rank, use, idle)
+    driver = _Driver(queued, device, stream, rank, use, idle)
     started: _Started | None = None
     while not driver.over or started is not None:
         started = driver.take(block=True) if started is None else driver.end(started)

@@ -15,29 +15,20 @@ A collective is a `Transfer`, a generator, so that the link never waits between 
 time when its first messages are posted, and then whenever it has nothing left to post and waits for what others send:
 at each of these points the next transfer can post its own first messages (`lane.py` does it).
 
-NCCL has all three already, so its own are used there.
-
-Messages are sent through the group object and never through torch's registry of groups. `destroy_process_group()`
-empties the registry at once, while gloo works on for as long as somebody holds the group, and other ranks may still
-need what this one sends.
+Backends of accelerators have all three already, so their own are used there (`backends.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import PrefixStore
 
 from dovetail.core.network import CollectiveName
-from dovetail.train.integrations import keep
 
+from . import backends
 from .buffers import SCRATCH
 
 Transfer = Iterator[None]
@@ -47,60 +38,6 @@ PIECE = 2**20
 """Most bytes in one message: a few milliseconds on a slow link, far more than a message costs to start."""
 LEAST_PIECE = 2**17
 """Least bytes in one message, where an n-th is cut only to keep the link busy while a piece is added."""
-
-OWN = ("nccl", "xccl", "hccl", "ucc")
-"""Backends whose own collectives are rings or better."""
-
-_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-"""Name of each group's backend, read from torch's registry when the group was first used."""
-
-
-def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A second group of the same ranks, backend and time-out, so that its messages never mix with other collectives.
-
-    All ranks of `group` call it together. A gloo group made here is not in torch's registry, so its threads and sockets
-    are gone when nobody holds it any more. (gloo's threads need Python's lock for torch's collectives only, and here
-    are only messages: see `integrations.keep` for what else could happen.)
-    """
-    group = group or dist.group.WORLD
-    assert group is not None, "there is a process group"
-    backend = dist.get_backend(group)
-    if backend != dist.Backend.GLOO or type(group) is not dist.ProcessGroup:
-        made = dist.new_group(
-            ranks=dist.get_process_group_ranks(group),
-            timeout=_timeout(group),
-            backend=backend,
-            use_local_synchronization=True,
-        )
-        assert isinstance(made, dist.ProcessGroup)
-        keep(made)
-        return made
-    shared, rank, ranks = group.get_group_store(), group.rank(), group.size()
-    # Every rank counts its own, in the same order: so all come to the same name, and to a new one each time.
-    store = PrefixStore(f"dovetail/{shared.add(f'dovetail/{rank}', 1)}", shared)
-    alone = dist.ProcessGroup(store, rank, ranks)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    alone._set_default_backend(kind)
-    messages = dist.ProcessGroupGloo(store, rank, ranks, timeout=_timeout(group) or default_pg_timeout)
-    for device in ("cpu", "cuda"):
-        alone._register_backend(torch.device(device), kind, messages)
-    _backends[alone] = backend
-    return alone
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of this group may take; None (torch's default) where the group does not tell."""
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(AttributeError, RuntimeError):
-            found = group._get_backend(torch.device(device)).options._timeout
-            assert isinstance(found, timedelta)
-            return found
-    return None
-
-
-def patience(group: dist.ProcessGroup) -> float:
-    """Seconds after which a message in this group counts as lost."""
-    return (_timeout(group) or default_pg_timeout).total_seconds()
 
 
 def padded(elements: int, ranks: int) -> int:
@@ -136,11 +73,8 @@ def reduce_scatter(
     ring = _Ring(flat, group, tag, borders)
     if ring.ranks == 1:
         return
-    if has_own(group):  # not tested on the hardware at hand
-        if borders is None:
-            dist.reduce_scatter_tensor(ring.part(0), flat, group=group)
-        else:
-            dist.reduce_scatter(ring.part(0), ring.parts, group=group)
+    if backends.has_own(group, flat.device):
+        backends.own_reduce_scatter(group, ring.parts, flat)
         return
     with SCRATCH.lend(ring.window, flat.dtype, flat.device) as spare:
         yield from ring.reduce(spare, then=None)
@@ -165,11 +99,8 @@ def all_gather(
     ring = _Ring(flat, group, tag, borders)
     if ring.ranks == 1:
         return
-    if has_own(group):  # not tested on the hardware at hand
-        if borders is None:
-            dist.all_gather_into_tensor(flat, ring.part(0), group=group)
-        else:
-            dist.all_gather(ring.parts, ring.part(0), group=group)
+    if backends.has_own(group, flat.device):
+        backends.own_all_gather(group, ring.parts, flat)
         if arrived is not None:
             arrived(0, flat.numel())
         return
@@ -190,8 +121,8 @@ def all_reduce(
     ring = _Ring(flat, group, tag, borders)
     if ring.ranks == 1:
         return
-    if has_own(group):  # not tested on the hardware at hand
-        dist.all_reduce(flat, group=group)
+    if backends.has_own(group, flat.device):
+        backends.own_all_reduce(group, flat)
         return
     # Parts can be awaited from the start: a sum comes back only after this rank's own contribution to it has left.
     ring.expect()
@@ -316,7 +247,7 @@ TimedTransfer = Callable[[torch.Tensor, int], Transfer]
 
 
 def timed(group: dist.ProcessGroup) -> dict[CollectiveName, TimedTransfer]:
-    """The three, to be measured. They need a group of their own (see `twin`)."""
+    """The three, to be measured. They need a group of their own (see `backends.twin`)."""
     return {
         "all_reduce": lambda flat, tag: all_reduce(flat, group, tag=tag),
         "reduce_scatter": lambda flat, tag: reduce_scatter(flat, group, tag=tag),
@@ -330,10 +261,3 @@ def pieces(elements: int, element_size: int) -> list[slice]:
     size = min(PIECE, max(LEAST_PIECE, -(-nbytes // 4)))
     step = max(1, size // element_size)
     return [slice(at, min(at + step, elements)) for at in range(0, elements, step)]
-
-
-def has_own(group: dist.ProcessGroup) -> bool:
-    """Whether the group's backend has collectives that are rings or better."""
-    if group not in _backends:
-        _backends[group] = dist.get_backend(group)
-    return _backends[group] in OWN
