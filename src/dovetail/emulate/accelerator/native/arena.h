@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Addresses of device or pinned memory, and whose they are.
 //
 // Blocks are powers of two up to 1 MiB, then multiples of 2 MiB, so that the block of any address is found in constant

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Autocast: torch has the lists of operators and the cache of casts; a device only has to apply them. One boxed function
 // per policy does, in place of a template per operator.
 #include <ATen/autocast_mode.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // What a collective may be given, with NCCL's words for what it may not, and how a tensor is named in messages.
 #pragma once
 #include <ATen/ATen.h>

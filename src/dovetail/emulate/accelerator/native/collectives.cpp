@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // torch's interface of a process group: checks what is given, with NCCL's words, and says what is to be carried.
 #include <numeric>
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Copies between host and device, and between devices, with CUDA's rules for who waits for whom.
 //
 // To the device: from pinned memory with non_blocking=True the host goes on, and the bytes are read when the stream gets

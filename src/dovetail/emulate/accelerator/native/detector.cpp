@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // The race detector: which accesses to memory nothing orders.
 //
 // Every stream has a vector clock: how much of each stream is over before what it runs next. A launch moves the stream's

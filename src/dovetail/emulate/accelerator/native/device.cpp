@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // What torch asks of a device: its allocators, its guard (current device, streams, events), its hooks.
 #include "device.h"
 

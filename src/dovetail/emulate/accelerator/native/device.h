@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // torch's side of the emulated accelerator: how tensors, streams and devices of torch are those of the driver.
 #pragma once
 #include <ATen/core/Generator.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Events: points in a stream's order that other streams and the host can wait for.
 #include <chrono>
 #include <cmath>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Which operators take the deferring launch: every one that has no kernel of its own here, and those that torch would
 // otherwise take apart into several launches.
 #include <torch/library.h>

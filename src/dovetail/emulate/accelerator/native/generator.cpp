@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Random numbers as on CUDA: a generator is a seed and an offset that the host moves on at the launch, so that the
 // numbers do not depend on when a kernel runs.
 #include <ATen/CPUGeneratorImpl.h>

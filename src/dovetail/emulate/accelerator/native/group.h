@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // A process group with NCCL's semantics: operations run on streams, wait() orders streams and does not block the host.
 // `wire.h` carries the bytes, `watchdog.h` knows whether the group still works; collectives.cpp has torch's interface.
 #pragma once

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // What Python sees of the process group.
 #include <torch/csrc/utils/pybind.h>
 

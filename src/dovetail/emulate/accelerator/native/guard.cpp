@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Memory that the host must not touch: a device's, ever; pinned memory, while a copy may still run.
 //
 // The pages of pinned memory that a copy writes are taken from the host, and those that it reads are made read-only, until

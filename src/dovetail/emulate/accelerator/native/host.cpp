@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // What the driver asks of the host: the Python line that runs, the host thread that a thread works for, and how to wait
 // without Python's lock.
 #include <c10/util/ThreadLocalDebugInfo.h>

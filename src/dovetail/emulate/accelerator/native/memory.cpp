@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Memory of the devices, which the host cannot touch, and pinned memory, which both can.
 //
 // Tensors point into a mapping without access rights; kernels use a second mapping of the same size, the shadow, at a

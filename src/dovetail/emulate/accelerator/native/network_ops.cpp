@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Operators for which torch prescribes another way on devices than on the CPU: here they take the CPU's kernels, so that
 // losses are the same bits.
 #include <ATen/ops/_fused_sdp_choice.h>

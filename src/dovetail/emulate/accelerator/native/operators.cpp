@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Launching operators: the meta kernel gives the results' shapes, they are allocated, and the CPU's kernel runs later on
 // the stream's thread. Where shapes depend on data, or there is no meta kernel, the host waits, and that is counted.
 #include "operators.h"

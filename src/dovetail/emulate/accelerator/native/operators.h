@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Launching any operator of torch on the device: one boxed function for all of them.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // The extension as Python sees it.
 #include "python.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Python's side: which line runs, which host thread works for which, errors as Python's.
 #pragma once
 #include <torch/csrc/utils/pybind.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Recurrent networks the way the CPU computes them. torch takes fused cells for granted on other devices; here they are
 // needed for packed sequences only, and differ from the CPU in the last bit.
 #include <ATen/Context.h>

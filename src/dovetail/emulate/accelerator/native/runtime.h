@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // The driver of the emulated accelerator: streams, events, memory, race detector. It knows nothing of torch or Python.
 //
 // A stream is a thread that runs kernels in the order of their launches; a slot is a stream's number in this process.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // What is known of an operator's call before it runs: from its schema, and from its meta kernel.
 //
 // A meta kernel's answer depends on shapes, types and plain arguments only, so it is kept: a training loop makes the same

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Streams and events: threads that run what was launched, in order, on a clock of the device.
 #include <pthread.h>
 #include <sys/prctl.h>

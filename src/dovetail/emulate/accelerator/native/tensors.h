@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Tensors of the device made without going through torch's dispatcher, and loops over the tensors of a call.
 #pragma once
 #include <ATen/core/ivalue.h>

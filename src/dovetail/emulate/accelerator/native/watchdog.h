@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // Whether a process group still works, and who notices that it does not.
 #pragma once
 #include <ATen/core/Tensor.h>

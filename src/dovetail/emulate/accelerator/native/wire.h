@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // What carries the bytes of a process group: gloo, on the memory as kernels see it. Everything here blocks the calling
 // thread, which is a stream's, takes host tensors, and throws where the bytes do not arrive.
 #pragma once

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 // What the parts of the driver share: the state of all streams, blocks and clocks, and who guards it.
 //
 // Locks, in the order in which they may be taken: World::mu, then Stream::mu, then Mark::mu. None is held while a kernel
