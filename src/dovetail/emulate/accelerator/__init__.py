@@ -1,9 +1,6 @@
 """An emulated accelerator: a device of torch, "emu", with the rules of a GPU, for machines that have none.
 
-    from dovetail.emulate import accelerator
-
-    accelerator.load()
-    model = model.to("emu")
+After `load()` a model goes there as it goes to any device: `model.to("emu")`.
 
 Kernels really run later: a stream is a thread, a launch returns at once, and the CPU's kernel works on the stream when
 its turn comes. The host cannot touch a device's memory (a program that tries is ended with a line that says so), fresh

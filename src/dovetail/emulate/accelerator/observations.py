@@ -16,7 +16,7 @@ class HostSync:
     what: str
     """"item()", "copy to the host", "copy to the device", "synchronize()", or an operator whose shapes need data."""
     where: str
-    """"folder/file.py:12 in function": the innermost line outside torch. Empty where no line of Python runs."""
+    """The innermost line outside torch, as "folder/name:12 in function". Empty where no line of Python runs."""
     count: int
 
 
