@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from dovetail.core.errors import Error
 
-from . import doctor, measure, plan, run, schedule, view
+from . import measure, plan, run, schedule, view
 from .cluster import app as cluster
 from .fabric import app as fabric
 
@@ -82,7 +82,7 @@ for name, command, short, kind in (
     ("simulate", plan.simulate, "predict one iteration of a plan", TyperCommand),
     ("scale", plan.scale, "predict the speed-up on many workers", TyperCommand),
     ("train", run.train, "run a DDP script with planned buckets", TyperCommand),
-    ("doctor", doctor.doctor, "check every way to train on your devices; a report to send", TyperCommand),
+    ("doctor", run.doctor, "check every way to train on your devices; a report to send", TyperCommand),
     ("schedule", schedule.schedule, "simulate a cluster under a trace of jobs", schedule.ScheduleCommand),
     ("view", view.view, "look at files: tables, the page, pictures, Perfetto traces", TyperCommand),
 ):
