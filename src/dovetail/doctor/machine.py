@@ -40,7 +40,7 @@ def machine(wanted: str | None) -> Machine:
         dovetail=dovetail.__version__,
         torch=str(torch.__version__),
         python=platform.python_version(),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        system=f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
         device=device,
         devices=tuple(_described(device, index) for index in range(count)),
