@@ -11,7 +11,7 @@ BUNDLE_RECORD := web/bundle.sha256
 NODE_MODULES := web/node_modules/.package-lock.json
 LINT := lint-ruff lint-format lint-types lint-imports lint-bundle lint-page
 
-.PHONY: base dev env demo test torch-tests coverage lint $(LINT) page bench docs picture clean system-base system-dev announce
+.PHONY: base dev env demo test torch-tests mutants coverage lint $(LINT) page bench docs picture clean system-base system-dev announce
 
 # --- Installing --------------------------------------------------------------------------------------------------
 
@@ -34,6 +34,8 @@ SYSTEM_BASE = $(shell \
 SYSTEM_DEV = $(shell \
 	PATH="$$PATH:/usr/sbin:/sbin"; \
 	command -v clang >/dev/null || echo clang; \
+	command -v c++ >/dev/null || echo g++; \
+	test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" || echo python3-dev; \
 	test -e /usr/include/bpf/bpf_helpers.h || echo libbpf-dev libbpf1; \
 	command -v ping >/dev/null || echo iputils-ping; \
 	test -e /usr/lib/frr/zebra || echo frr; \
@@ -97,6 +99,10 @@ test: dev
 # torch's own tests of DistributedDataParallel with dovetail's class in its place; docs/torch-tests.md has the outcomes.
 torch-tests: dev
 	@$(BIN)/python -m tests.torch_suite.runner
+
+# Orderings that keep training right on an accelerator, taken away one at a time: the tests must notice. Some 20 minutes.
+mutants: dev
+	@$(BIN)/python -m tools.mutants
 
 # Line coverage of what runs in the test processes themselves; CONTRIBUTING.md says what that leaves out.
 coverage: dev
