@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-import dovetail
 from dovetail.core.errors import Error
 
 from . import extension, handovers, process_group, torch_module
@@ -66,7 +65,7 @@ def load(*, devices: int | None = None, memory: int | None = None, detector: str
         native.set_library_folders(
             [
                 f"{Path(torch.__file__).parent}{os.sep}",
-                *(f"{Path(dovetail.__file__).parent}/{code}" for code in PASSING_ON),
+                *(f"{Path(__file__).parents[2]}/{code}" for code in PASSING_ON),
             ]
         )
         native.set_race_type(Race)
