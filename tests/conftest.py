@@ -57,3 +57,14 @@ def reference_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the published data is not beside the checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def accelerator() -> str:
+    """The emulated accelerator, built; skips where there is no C++ compiler."""
+    from dovetail.emulate.accelerator import extension
+
+    if extension.compiler() is None:
+        pytest.skip("the emulated accelerator needs a C++ compiler")
+    extension.built()  # once, before ranks that have to end in time need it
+    return "emu"

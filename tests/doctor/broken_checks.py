@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dovetail.core.errors import Error
 from dovetail.doctor import checks
 from dovetail.doctor.checks import Finding
 from dovetail.doctor.trainings import LEARNING_RATE, Place
@@ -21,13 +20,6 @@ from dovetail.doctor.trainings import LEARNING_RATE, Place
 def fine(place: Place) -> Finding:
     dist.barrier()
     return Finding("nothing to complain about", difference=0.0)
-
-
-def raises(place: Place) -> Finding:
-    if place.rank == 1:
-        raise Error("device 1 is on fire")
-    dist.barrier()  # the others wait, as they would in training
-    return Finding("not reached")
 
 
 def hangs(place: Place) -> Finding:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -46,8 +46,8 @@ def test_every_check_passes_on_this_machine_and_the_report_has_all_of_it(tmp_pat
     assert str(tmp_path) not in (tmp_path / "doctor.json").read_text(), "a report that is sent names no folder"
 
 
-def test_every_check_passes_on_the_emulated_accelerator_and_a_race_does_not() -> None:
-    found = examine(device="emu", checklist={**COMPARED, "races": f"{BROKEN}:races"})
+def test_every_check_passes_on_the_emulated_accelerator_and_a_race_does_not(accelerator: str) -> None:
+    found = examine(device=accelerator, checklist={**COMPARED, "races": f"{BROKEN}:races"})
     outcomes = {check.name: (check.outcome, check.line) for check in found.checks}
     *rest, (outcome, line) = outcomes.values()
     assert {outcome for outcome, _ in rest} == {"passed"}, outcomes
@@ -60,16 +60,29 @@ def test_every_check_passes_on_the_emulated_accelerator_and_a_race_does_not() ->
 
 
 @pytest.mark.usefixtures("known_machine")
-def test_what_hangs_or_dies_is_one_line_and_the_rest_goes_on() -> None:
-    names = ["is_no_number", "hangs", "fine", "dies"]
-    found = examine(device="cpu", checklist={name: f"{BROKEN}:{name}" for name in names}, check_limit=6.0)
+def test_what_hangs_or_dies_is_one_line_the_rest_goes_on_and_the_exit_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {name: f"{BROKEN}:{name}" for name in ("is_no_number", "hangs", "fine", "dies")}
+    real = examine
+    monkeypatch.setattr(
+        "dovetail.doctor.examination.examine", lambda **options: real(**options, checklist=given, check_limit=6.0)
+    )
+    result = run("doctor", "--device", "cpu", "--json", "-o", "sent.json")
+    assert result.exit_code == 1
+    assert result.stderr.endswith(
+        "dovetail: doctor: is_no_number, hangs, dies did not pass; send sent.json with your question\n"
+    )
+    found = files.read("sent.json", Diagnosis)
+    assert files.decode(result.stdout, Diagnosis) == found and not found.passed
     outcomes = {check.name: check.outcome for check in found.checks}
     assert outcomes == {"is_no_number": "failed", "hangs": "failed", "fine": "passed", "dies": "failed"}
     said = {check.name: check.line for check in found.checks}
     assert said["is_no_number"].startswith("parameters differ by ")
     assert "rank 0 hung for 0:00:06, at " in said["hangs"] and "threading.py:" in said["hangs"]
     assert said["dies"] == "rank 1 was killed by SIGKILL"
-    assert not any("\n" in line for line in said.values()) and not found.passed
+    assert not any("\n" in line for line in said.values())
 
 
 @pytest.mark.usefixtures("known_machine")
@@ -86,29 +99,13 @@ def test_no_check_passes_where_training_is_wrong() -> None:
 def test_ranks_that_cannot_start_are_told_of_once() -> None:
     found = examine(device="cpu", checklist={"absent": f"{BROKEN}:absent", "fine": f"{BROKEN}:fine"})
     assert [check.outcome for check in found.checks] == ["not run", "not run"]
-    assert "could not start: rank 0: AttributeError" in found.checks[0].line
+    assert re.search(r"could not start: rank \d: AttributeError", found.checks[0].line)
 
 
 @pytest.mark.usefixtures("known_machine")
 def test_when_the_time_is_over_the_rest_is_not_run() -> None:
     found = examine(device="cpu", checklist={"fine": f"{BROKEN}:fine"}, limit=1.0)
     assert [(check.outcome, check.line) for check in found.checks] == [("not run", "the 1 s for all checks were over")]
-
-
-@pytest.mark.usefixtures("known_machine")
-def test_a_failed_check_is_the_exit_code_and_the_report_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    given = {"raises": f"{BROKEN}:raises"}
-    real = examine
-    monkeypatch.setattr("dovetail.doctor.examination.examine", lambda **options: real(**options, checklist=given))
-    result = run("doctor", "--device", "cpu", "--json", "-o", "sent.json")
-    assert result.exit_code == 1
-    assert "dovetail: doctor: raises did not pass; send sent.json with your question\n" in result.stderr
-    assert files.decode(result.stdout, Diagnosis) == files.read("sent.json", Diagnosis)
-    (check,) = json.loads(result.stdout)["checks"]
-    assert (check["outcome"], check["line"]) == ("failed", "rank 1: device 1 is on fire")
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.emulate.accelerator import extension
-
-
-@pytest.fixture(scope="session")
-def accelerator() -> str:
-    """The emulated accelerator, built; skips where there is no C++ compiler."""
-    if extension.compiler() is None:
-        pytest.skip("the emulated accelerator needs a C++ compiler")
-    extension.built()  # once, before ranks that have to end in time need it
-    return "emu"
-
 
 @pytest.fixture(scope="module", params=["cpu", "emu"])
 def device(request: pytest.FixtureRequest) -> str:

@@ -68,6 +68,7 @@ def _join(device: str, seconds: float) -> Place:
     """Takes this rank's device and meets the others."""
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # products of ten bits differ from the CPU's by far more than rounding
+    torch.backends.cudnn.deterministic = True  # two trainings side by side must not differ by themselves
     prepare(device)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = Place(torch.device("cpu") if device == "cpu" else torch.device(device, rank), rank, ranks)

@@ -133,6 +133,7 @@ def losses_of_the_cpu() -> list[float]:
     return losses
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_a_script_for_gpus_runs_unchanged_with_the_losses_of_the_cpu(write: Write, tmp_path: Path) -> None:
     options = ("--emulate", "--profile", slow(tmp_path / "job.json"), "--rate", "1gbit")
     done = shell("train", write(SCRIPT), *options, "--", "--epochs", "3", timeout=300)
@@ -149,6 +150,7 @@ def test_a_script_for_gpus_runs_unchanged_with_the_losses_of_the_cpu(write: Writ
     ), emulated
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_races_and_host_syncs_of_a_script_have_their_lines_and_its_exit_code_stays(write: Write) -> None:
     done = shell("train", write(RACY), "--emulate", "--races", "--workers", "1", "--json", timeout=300)
     assert (done.returncode, done.stdout) == (1, "")

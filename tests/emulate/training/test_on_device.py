@@ -16,7 +16,7 @@ GENEROUS = 1.5
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def found(accelerator: str) -> Any:
     """What all scenarios returned; one process for all, since starting it takes longer than they do."""
     argv = ["-m", "tests.emulate.training.scenarios_on_device"]
     (result,) = launch(argv, ranks=1, timeout=600, env={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"})

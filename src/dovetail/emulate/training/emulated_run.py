@@ -95,6 +95,8 @@ def train_emulated(
             launch(argv, ranks=ranks, network=network, timeout=LONGEST, env=env, inherit=True)
         except LaunchError as e:
             code = _exit_code(e)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
         finally:
             if line.is_file():
                 tell(line.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-// Launching operators: the meta kernel gives the results' shapes, they are allocated, and the CPU's kernel runs later on
-// the stream's thread. Where shapes depend on data, or there is no meta kernel, the host waits, and that is counted.
+// Launching operators: their results are allocated, with shapes that are known before they run, and the CPU's kernel runs
+// later on the stream's thread. Where shapes depend on data the host waits, and that is counted.
 #include "operators.h"
 
 #include <ATen/Parallel.h>
@@ -14,7 +14,7 @@ namespace dovetail::emu {
 
 namespace {
 
-// Warnings come from the meta kernel, at the launch.
+// Warnings were given by the rehearsal, at the launch.
 struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
@@ -31,8 +31,7 @@ void prepare_thread(int threads, bool grad_mode) {
 
 void copy_result(const at::Tensor& to, const at::Tensor& from, const std::string& name) {
   if (!from.defined() || from.numel() == 0) return;  // what nobody will read, as statistics of batch norm in evaluation
-  TORCH_CHECK(to.sizes() == from.sizes(), name, ": the meta kernel promised a result of ", to.sizes(),
-              ", the CPU's kernel gave ", from.sizes());
+  TORCH_CHECK(to.sizes() == from.sizes(), name, ": promised a result of ", to.sizes(), ", gave ", from.sizes());
   if (to.dtype() == from.dtype() && to.strides() == from.strides() && from.is_non_overlapping_and_dense() &&
       !from.is_conj() && !from.is_neg())
     std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
@@ -63,7 +62,7 @@ struct OperatorCall final : Body {
         copy_result(into[i].toTensor(), stack[i].toTensor(), *name);
       } else if (into[i].isTensorList()) {
         auto to = into[i].toTensorList(), from = stack[i].toTensorList();
-        TORCH_CHECK(to.size() == from.size(), *name, ": the meta kernel promised ", to.size(), " tensors, not ",
+        TORCH_CHECK(to.size() == from.size(), *name, ": promised ", to.size(), " tensors, gave ",
                     from.size());
         for (size_t k = 0; k < to.size(); k++)
           if (at::Tensor t = to[k]; t.defined()) copy_result(t, from[k], *name);
@@ -245,7 +244,9 @@ void launch(const c10::OperatorHandle& op, Stack* stack) {
     bool copied = result.kind != PromisedResult::value && !(results.back().isTensor() && !results.back().toTensor().defined());
     call->into.push_back(copied ? map_tensors(results.back(), [](const at::Tensor& t) { return seen(t); }) : IValue());
   }
-  enqueue(current_stream(device), *signature.kernel, ranges, std::move(call));
+  int slot = current_stream(device);
+  enqueue(slot, *signature.kernel, ranges, std::move(call));
+  if (signature.writes_by_mask(args)) stream_sync(slot, "a mask as an index");
   replace(stack, n, results);
 }
 

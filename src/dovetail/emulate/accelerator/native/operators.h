@@ -18,9 +18,9 @@ struct PromisedResult {
   IValue value_;
 };
 
-// What the meta kernel says of a call.
+// What is known of a call's results before it runs.
 struct Promise {
-  bool blind = false;  // nothing: the results' shapes depend on data, or there is no meta kernel
+  bool blind = false;  // nothing: their shapes depend on data
   std::vector<PromisedResult> results;
 };
 
@@ -37,15 +37,24 @@ struct Signature {
   bool outs = false;              // has out= arguments, which may be given another shape
   bool makes = false;             // has results of its own
   bool reshapes = false;          // only gives its first argument another shape: squeeze_, transpose_
-  bool synchronous = false;       // the host cannot know the shapes
-  bool tried = false;             // the CPU's kernel itself tells the shapes, from arguments full of zeros
+  bool data_decides = false;      // shapes depend on data, so the host has to wait
+  bool mask_decides = false;      // they do where an index is a mask
+  bool indexed_write = false;
+  bool values_checked = false;    // made-up values would be refused
+  bool draws = false;             // random numbers, from a generator that is not among its arguments
   bool admits_host_tensors = false;
   bool overwrites = false;        // writes all of its first argument without reading it
 
-  // The shapes of a call's results; checks the arguments as the meta kernel does.
+  // CUDA turns masks into indices before it writes, and waits for their number.
+  bool writes_by_mask(const IValue* args) const;
+  // The shapes of a call's results. Throws what the call would throw for arguments of these shapes.
   std::shared_ptr<const Promise> promise(const c10::OperatorHandle& op, const IValue* args);
 
  private:
+  std::shared_ptr<const Promise> ask(const c10::OperatorHandle& op, const IValue* args) const;
+  // Calls the operator on the host with made-up values, or with tensors without data; leaves the results.
+  void rehearse(const c10::OperatorHandle& op, const IValue* args, Stack& stack, double floats, int64_t integers) const;
+  bool call_meta(const c10::OperatorHandle& op, const IValue* args, Stack& stack) const;
   struct KeyHash {
     size_t operator()(const std::vector<int64_t>& key) const;
   };

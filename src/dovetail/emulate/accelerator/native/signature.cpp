@@ -1,9 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-// What is known of an operator's call before it runs: from its schema, and from its meta kernel.
+// What is known of an operator's call before it runs: from its schema, and from a rehearsal.
 //
-// A meta kernel's answer depends on shapes, types and plain arguments only, so it is kept: a training loop makes the same
-// calls in every iteration, and a meta kernel written in Python costs more than everything else here.
-#include <ATen/ops/zeros_like.h>
+// The first call of an operator with arguments of certain shapes is rehearsed on the host, by the CPU's kernel with
+// made-up values: the results have the shapes and strides that the CPU gives them, and wrong arguments raise at the call.
+// That depends on shapes, types and plain arguments only, so it is kept: a training loop makes the same calls in every
+// iteration. Meta kernels tell of views, of large tensors, and of what made-up values cannot be used for. They are second
+// choice, because most are written in Python, are made for CUDA's strides, and load torch's compiler first (seconds).
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/enum_tag.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <cstring>
@@ -15,7 +20,8 @@ namespace dovetail::emu {
 
 namespace {
 
-constexpr size_t MOST_PROMISES = 4096;  // per operator; then all are forgotten
+constexpr size_t MOST_PROMISES = 4096;                 // per operator; then all are forgotten
+constexpr size_t MOST_REHEARSED = size_t(64) << 20;  // bytes of a call's tensors
 
 using Key = std::vector<int64_t>;
 
@@ -119,9 +125,169 @@ PromisedResult promised(const IValue& value, const std::string& name) {
   return out;
 }
 
-// Calls the operator with tensors without data. False: there is no meta kernel, or it needs the data.
-bool call_meta(const c10::OperatorHandle& op, Stack& stack) {
+bool is_mask(const at::Tensor& t) { return t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; }
+
+size_t bytes_of(const IValue* args, size_t count) {
+  size_t sum = 0;
+  for (size_t i = 0; i < count; i++) each_tensor(args[i], [&](const at::Tensor& t) { sum += t.nbytes(); });
+  return sum;
+}
+
+// What a rehearsal draws is drawn again by nobody.
+struct KeepRandomState {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  at::Tensor state = generator.get_state();
+  ~KeepRandomState() { generator.set_state(state); }
+};
+
+}  // namespace
+
+size_t Signature::KeyHash::operator()(const Key& key) const {
+  uint64_t h = key.size();
+  for (int64_t v : key) h = (h ^ uint64_t(v)) * 0x9E3779B97F4A7C15ull, h ^= h >> 29;
+  return size_t(h);
+}
+
+Signature::Signature(const c10::OperatorHandle& op) {
+  static const auto* host_tensors = new std::unordered_set<std::string>{
+      "aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put", "aten::_unsafe_index",
+      "aten::_unsafe_index_put"};
+  static const auto* overwriting = new std::unordered_set<std::string>{
+      "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
+      "aten::exponential_", "aten::cauchy_", "aten::log_normal_", "aten::geometric_"};
+  const auto& schema = op.schema();
+  const auto& name = schema.name();
+  kernel = &emu::kernel(schema.overload_name().empty() ? name : name + "." + schema.overload_name());
+  mask_decides = name == "aten::index" || name == "aten::_unsafe_index";
+  values_checked = name == "aten::segment_reduce";
+  indexed_write = name == "aten::_index_put_impl_";
+  data_decides = !mask_decides && op.hasTag(at::Tag::dynamic_output_shape);
+  reshapes = op.hasTag(at::Tag::inplace_view);
+  draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  admits_host_tensors = host_tensors->count(name) > 0;
+  overwrites = overwriting->count(name) > 0;
+  for (const auto& formal : schema.arguments()) {
+    auto type = formal.type();
+    if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+    Argument a;
+    a.write = formal.alias_info() && formal.alias_info()->isWrite();
+    a.out = formal.is_out();
+    a.generator = type->kind() == c10::TypeKind::GeneratorType;
+    outs = outs || a.out;
+    draws = draws && !a.generator;
+    arguments.push_back(a);
+  }
+  for (const auto& result : schema.returns()) {
+    int which = -1;
+    if (const auto* alias = result.alias_info()) {
+      if (!alias->isWrite()) view = true;
+      for (size_t i = 0; alias->isWrite() && i < arguments.size(); i++)
+        if (arguments[i].write && schema.arguments()[i].alias_info()->beforeSets() == alias->beforeSets()) which = int(i);
+    }
+    returned.push_back(which);
+    makes = makes || which < 0;
+  }
+}
+
+bool Signature::writes_by_mask(const IValue* args) const {
+  if (!indexed_write || args[2].toTensor().numel() == 1) return false;  // one value: a masked fill
+  bool masked = false;
+  each_tensor(args[1], [&](const at::Tensor& t) { masked = masked || is_mask(t); });
+  return masked;
+}
+
+std::shared_ptr<const Promise> Signature::promise(const c10::OperatorHandle& op, const IValue* args) {
+  thread_local Key key;
+  key.clear();
+  bool keyed = true;
+  for (size_t i = 0; keyed && i < arguments.size(); i++) keyed = append(key, args[i], view);
+  if (keyed) {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto it = known_.find(key);
+    if (it != known_.end()) return it->second;
+  }
+  Key mine = std::move(key);  // a meta kernel in Python may launch operators
+  auto out = ask(op, args);
+  key = std::move(mine);
+  if (keyed) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (known_.size() >= MOST_PROMISES) known_.clear();
+    known_.emplace(key, out);
+  }
+  return out;
+}
+
+std::shared_ptr<const Promise> Signature::ask(const c10::OperatorHandle& op, const IValue* args) const {
+  auto out = std::make_shared<Promise>();
+  bool masked = false;
+  if (mask_decides) each_tensor(args[1], [&](const at::Tensor& t) { masked = masked || is_mask(t); });
+  if (data_decides || masked) {
+    out->blind = true;
+    return out;
+  }
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  Stack stack;
+  bool known = false;
+  if (!view && !reshapes && !values_checked && bytes_of(args, arguments.size()) <= MOST_REHEARSED) {
+    try {
+      rehearse(op, args, stack, 1.0, 0);
+      known = true;
+    } catch (const c10::NotImplementedError&) {
+      throw;
+    } catch (const c10::Error&) {
+      // Arguments that do not fit fail with any values; a division by zero does not fail with these.
+      auto wrong = std::current_exception();
+      try {
+        rehearse(op, args, stack, 0.5, 1);
+        known = true;
+      } catch (const c10::LinAlgError&) {
+      } catch (const c10::Error&) {
+        std::rethrow_exception(wrong);
+      }
+    }
+  }
+  if (known || call_meta(op, args, stack)) {
+    for (const auto& v : stack) out->results.push_back(promised(v, kernel->name));
+  } else {
+    out->blind = makes || outs;
+  }
+  return out;
+}
+
+void Signature::rehearse(const c10::OperatorHandle& op, const IValue* args, Stack& stack, double floats,
+                         int64_t integers) const {
+  std::optional<KeepRandomState> kept;
+  if (draws) kept.emplace();
+  stack.clear();
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (arguments[i].generator) {
+      stack.emplace_back(at::make_generator<at::CPUGeneratorImpl>());
+      continue;
+    }
+    stack.push_back(args[i].isDevice() ? IValue(c10::Device(c10::kCPU)) : map_tensors(args[i], [&](const at::Tensor& t) {
+      if (!ours(t)) return t.unsafeGetTensorImpl()->is_wrapped_number() ? t : t.clone();
+      auto made = at::detail::empty_strided_cpu(t.sizes(), t.strides(), t.scalar_type());
+      at::Tensor like(made);
+      if (t.is_floating_point() || t.is_complex())
+        like.fill_(floats);
+      else
+        like.fill_(integers);
+      return like;
+    }));
+  }
+  op.callBoxed(&stack);
+}
+
+bool Signature::call_meta(const c10::OperatorHandle& op, const IValue* args, Stack& stack) const {
+  stack.clear();
+  for (size_t i = 0; i < arguments.size(); i++) {
+    IValue v = map_tensors(args[i], [&](const at::Tensor& t) {
+      return ours(t) || (admits_host_tensors && t.dim()) ? meta_tensor(t) : t;
+    });
+    if (v.isDevice()) v = c10::Device(c10::kMeta);
+    if (arguments[i].generator) v = IValue();
+    stack.push_back(std::move(v));
+  }
   try {
     op.callBoxed(&stack);
     return true;
@@ -137,98 +303,6 @@ bool call_meta(const c10::OperatorHandle& op, Stack& stack) {
     if (e.matches(PyExc_NotImplementedError)) return false;
     throw;
   }
-}
-
-}  // namespace
-
-size_t Signature::KeyHash::operator()(const Key& key) const {
-  uint64_t h = key.size();
-  for (int64_t v : key) h = (h ^ uint64_t(v)) * 0x9E3779B97F4A7C15ull, h ^= h >> 29;
-  return size_t(h);
-}
-
-Signature::Signature(const c10::OperatorHandle& op) {
-  // The meta kernels of these say something else than the CPU's kernels, or nothing that one can rely on.
-  static const auto* data_decides = new std::unordered_set<std::string>{
-      "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
-      "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave"};
-  // Their meta kernels speak for CUDA, or not at all; their shapes do not depend on data.
-  static const auto* cpu_decides = new std::unordered_set<std::string>{
-      "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::mkldnn_rnn_layer",
-      "aten::mkldnn_rnn_layer_backward", "aten::_logcumsumexp"};
-  static const auto* host_tensors = new std::unordered_set<std::string>{
-      "aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put", "aten::_unsafe_index",
-      "aten::_unsafe_index_put"};
-  static const auto* overwriting = new std::unordered_set<std::string>{
-      "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
-      "aten::exponential_", "aten::cauchy_", "aten::log_normal_", "aten::geometric_"};
-  const auto& schema = op.schema();
-  const auto& name = schema.name();
-  kernel = &emu::kernel(schema.overload_name().empty() ? name : name + "." + schema.overload_name());
-  synchronous = data_decides->count(name) > 0;
-  tried = cpu_decides->count(name) > 0;
-  reshapes = op.hasTag(at::Tag::inplace_view);
-  admits_host_tensors = host_tensors->count(name) > 0;
-  overwrites = overwriting->count(name) > 0;
-  for (const auto& formal : schema.arguments()) {
-    auto type = formal.type();
-    if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-    Argument a;
-    a.write = formal.alias_info() && formal.alias_info()->isWrite();
-    a.out = formal.is_out();
-    a.generator = type->kind() == c10::TypeKind::GeneratorType;
-    outs = outs || a.out;
-    arguments.push_back(a);
-  }
-  for (const auto& result : schema.returns()) {
-    int which = -1;
-    if (const auto* alias = result.alias_info()) {
-      if (!alias->isWrite()) view = true;
-      for (size_t i = 0; alias->isWrite() && i < arguments.size(); i++)
-        if (arguments[i].write && schema.arguments()[i].alias_info()->beforeSets() == alias->beforeSets()) which = int(i);
-    }
-    returned.push_back(which);
-    makes = makes || which < 0;
-  }
-}
-
-std::shared_ptr<const Promise> Signature::promise(const c10::OperatorHandle& op, const IValue* args) {
-  thread_local Key key;
-  key.clear();
-  bool keyed = true;
-  for (size_t i = 0; keyed && i < arguments.size(); i++) keyed = append(key, args[i], view);
-  if (keyed) {
-    std::lock_guard<std::mutex> lock(mu_);
-    auto it = known_.find(key);
-    if (it != known_.end()) return it->second;
-  }
-  auto out = std::make_shared<Promise>();
-  out->blind = synchronous;
-  if (!synchronous) {
-    Key mine = std::move(key);  // a meta kernel in Python may launch operators
-    Stack stack;
-    for (size_t i = 0; i < arguments.size(); i++) {
-      IValue v = map_tensors(args[i], [&](const at::Tensor& t) {
-        if (tried && ours(t)) return at::zeros_like(meta_tensor(t), t.options().device(at::kCPU));
-        return ours(t) || (admits_host_tensors && t.dim()) ? meta_tensor(t) : t;
-      });
-      if (v.isDevice()) v = c10::Device(tried ? c10::kCPU : c10::kMeta);
-      if (arguments[i].generator) v = IValue();
-      stack.push_back(std::move(v));
-    }
-    if (call_meta(op, stack)) {
-      for (const auto& v : stack) out->results.push_back(promised(v, kernel->name));
-    } else {
-      out->blind = makes || outs;
-    }
-    key = std::move(mine);
-  }
-  if (keyed) {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (known_.size() >= MOST_PROMISES) known_.clear();
-    known_.emplace(key, out);
-  }
-  return out;
 }
 
 Signature& signature_of(const c10::OperatorHandle& op) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 // Operators that make, alias, resize or read tensors: those that torch leaves to a device, apart from kernels.
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/all.h>
 #include <ATen/ops/as_strided_native.h>
@@ -39,6 +40,16 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return at::detail::empty_strided_generic(size, stride, device_allocator(),
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dtype));
+}
+
+// A tensor of zeros without memory, which torch makes real when somebody reads it.
+at::Tensor efficient_zeros(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                           Device device, std::optional<bool> pin) {
+  check_new(layout, pin);
+  c10::OptionalDeviceGuard guard(device);
+  at::native::ZeroTensorAllocator allocator(device_of(current_device()));
+  auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1) | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(size, &allocator, keys, c10::dtype_or_default(dtype), std::nullopt);
 }
 
 at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride,
@@ -104,6 +115,12 @@ bool equal(const at::Tensor& a, const at::Tensor& b) {
   return at::all(at::eq(a, b)).item().toBool();
 }
 
+bool is_set_to(const at::Tensor& self, const at::Tensor& other) {
+  return self.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() &&
+         self.storage_offset() == other.storage_offset() && self.sizes() == other.sizes() &&
+         self.strides() == other.strides();
+}
+
 void record_stream(at::Tensor& self, at::Stream stream) {
   mem_record(const_cast<void*>(self.storage().data()), slot_of_stream(stream));
 }
@@ -125,6 +142,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   namespace emu = dovetail::emu;
   m.impl("empty.memory_format", emu::empty);
   m.impl("empty_strided", emu::empty_strided);
+  m.impl("_efficientzerotensor", emu::efficient_zeros);
   m.impl("as_strided", emu::as_strided);
   m.impl("view", emu::view);
   m.impl("_reshape_alias", emu::reshape_alias);
@@ -135,6 +153,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", emu::set_nothing);
   m.impl("_local_scalar_dense", emu::item);
   m.impl("equal", emu::equal);
+  m.impl("is_set_to", emu::is_set_to);
   m.impl("record_stream", emu::record_stream);
   m.impl("_has_compatible_shallow_copy_type", emu::has_compatible_shallow_copy_type);
 }

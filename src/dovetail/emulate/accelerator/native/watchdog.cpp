@@ -3,6 +3,8 @@
 
 #include <c10/util/Exception.h>
 #include <pthread.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "runtime.h"
 
@@ -26,9 +28,14 @@ std::string seconds_text(std::chrono::milliseconds duration) {
 Watchdog::Watchdog(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Wire> wire, int rank, int size)
     : store_(std::move(store)), wire_(std::move(wire)), rank_(rank), size_(size) {
   // A connection of its own, made now: a request of somebody else's may block the shared one for minutes, and when
-  // something has failed there may be nobody left to connect to.
-  store_ = store_->clone();
-  store_->setTimeout(STORE_TIMEOUT);
+  // something has failed there may be nobody left to connect to. (A store in a file counts its copies, and would be
+  // removed with the first of them.)
+  auto below = store_;
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store_.get())) below = prefixed->getUnderlyingNonPrefixStore();
+  if (dynamic_cast<c10d::TCPStore*>(below.get())) {
+    store_ = store_->clone();
+    store_->setTimeout(STORE_TIMEOUT);
+  }
 }
 
 Watchdog::~Watchdog() {
