@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -164,9 +165,14 @@ def test_a_failed_kernel_is_reported_at_a_later_call_with_its_line() -> None:
 @emulated
 def test_shapes_are_checked_at_the_call() -> None:
     x = torch.ones(2, 3, device="emu")
-    for wrong in (lambda: x @ x, lambda: x + torch.ones(5, device="emu"), lambda: x.add_(torch.ones(4, device="emu"))):
+    wrong: tuple[Callable[[], object], ...] = (
+        lambda: x @ x,
+        lambda: x + torch.ones(5, device="emu"),
+        lambda: x.add_(torch.ones(4, device="emu")),
+    )
+    for call in wrong:
         with pytest.raises(RuntimeError):
-            wrong()
+            call()
     torch.accelerator.synchronize()
 
 
@@ -184,6 +190,7 @@ def test_hundreds_of_streams_are_no_burden() -> None:
 
 @emulated
 def test_bad_durations_are_refused() -> None:
-    for refused in (lambda: accelerator.set_durations(-1), lambda: accelerator.occupy(float("nan"))):
-        with pytest.raises(Error, match="expected seconds"):
-            refused()
+    with pytest.raises(Error, match="expected seconds"):
+        accelerator.set_durations(-1)
+    with pytest.raises(Error, match="expected seconds"):
+        accelerator.occupy(float("nan"))
